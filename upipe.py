@@ -479,6 +479,7 @@ class Kernel(NamedTuple):
     forward: Callable                         # (q, k, v, edges) -> o, lse
     backward: Callable                        # (do, q, k, v, o, lse, edges) -> dq, dk, dv
     workspace: Callable = lambda *sizes: 0    # (S, u, n, d) -> bytes backward takes for itself
+    limit: float = 2**31                      # elements of q that it can index
 
 
 def aten_kernel(forward, backward):
@@ -599,12 +600,12 @@ def flash_forward(q, k, v, kernel="auto", edges=None):
     """Causal attention: q [S, u, d], k, v [S, n, d] -> o [S, u, d], lse [u, S] (float32 at least).
 
     Query head i reads kv head i // (u/n). Raises ValueError for 2^31 elements and more."""
-    if q.numel() >= 2**31:
+    kernel = pick_kernel(kernel, q)
+    if q.numel() >= kernel.limit:
         raise ValueError(f"attention over {q.shape[0]} tokens x {q.shape[1]} heads x {q.shape[2]}"
                          f" is {q.numel()} elements in one call, and kernels index below 2^31: use"
                          " attention='upipe' with fewer heads_per_stage")
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    return pick_kernel(kernel, q).forward(q, k, v, edges)
+    return kernel.forward(*(x.contiguous() for x in (q, k, v)), edges)
 
 
 def flash_backward(do, q, k, v, o, lse, kernel="auto", edges=None):
