@@ -738,7 +738,8 @@ class HostStore:
         """A slab of exactly `size` bytes."""
         if self.free[size]:
             return self.free[size].pop()
-        self.free.clear()  # a new size is a new kind of work: what waits for the old one is a leak
+        if self.bytes == 0:  # a step begins with a size not seen before: the old ones are a leak
+            self.free.clear()
         self.slab_bytes += size
         slab = torch.empty(size, dtype=torch.uint8, device="cpu")
         weakref.finalize(slab.untyped_storage(), self._dropped, size)
