@@ -813,17 +813,21 @@ def arrived(x, event):
     return x
 
 
+def tile_spans(n, tile):  # [(0, tile), (tile, 2 * tile), ...]; the last may be shorter
+    return [(a, min(a + tile, n)) for a in range(0, n, tile)]
+
+
 def rows(x, tile):
-    """Walk x, a tensor or Parked, in tiles: yields (a, b, x[a:b]), the last one may be shorter. From
-    the host, the next tile is under way while one works on this one."""
-    ahead = None
-    for a in range(0, len(x), tile):
-        b = min(a + tile, len(x))
-        if isinstance(x, Parked):
-            here = ahead or x.copy(a, b)
-            ahead = x.copy(b, min(b + tile, len(x))) if b < len(x) else None
+    """Walk x, a tensor or Parked, in tiles: yields (a, b, x[a:b]). From the host, the next tile is
+    under way while one works on this one."""
+    spans = tile_spans(len(x), tile)
+    ahead = x.copy(*spans[0]) if isinstance(x, Parked) else None
+    for (a, b), after in zip(spans, spans[1:] + [None]):
+        here = ahead
+        if here and after:
+            ahead = x.copy(*after)
         with record_function("tile"):
-            yield a, b, arrived(*here) if isinstance(x, Parked) else x[a:b]
+            yield a, b, arrived(*here) if here else x[a:b]
 
 
 def land(x, tile):
