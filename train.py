@@ -20,6 +20,7 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
+import json
 import math
 import re
 import shlex
@@ -27,6 +28,8 @@ import sys
 import sysconfig
 import time
 import traceback
+import weakref
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -40,8 +43,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
     register_fsdp_forward_method)
+from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+import upipe
 from upipe import GPT, IGNORE, PRESETS, Recipe, stages
 
 SWITCHES = [f.name for f in fields(Recipe) if f.name != "group"]  # each is a flag
@@ -100,6 +108,8 @@ def parse_args(argv=None):
     add("--keep-attention", action=switch, help="run it once only (default: with --checkpoint 1)")
     add("--offload", action=switch, help="checkpoints wait in host memory (default: on GPUs)")
     add("--stream", action=switch, help="and come back tile by tile (default: with --offload)")
+    add("--offload-params", action=switch, default=False,
+        help="weights, gradients and AdamW's moments live in host memory")
     add("--tile", type=number(int, 0), help="tokens; 0 = off (default: CPU 128, GPU 4096)")
     add("--kernel", default="auto", help="attention kernel (default: the best one here)")
     # optimizer
@@ -118,10 +128,22 @@ def parse_args(argv=None):
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16 on GPUs")
     add("--timeout", type=number(float, 0, above=True), default=1800,
         help="seconds to wait for another rank before giving up (default: 1800)")
+    # instead of a run
+    add("--dry-run", action="store_true", help="tell memory and time of a step, without doing it")
+    add("--world", type=number(int, 1), help="ranks to simulate (default: 8)")
+    add("--gpus-per-node", type=number(int, 1), default=8, help="ranks that share a host")
+    add("--gpu-mem", type=number(float, 0, above=True), default=80, help="GiB of a GPU")
+    add("--host-mem", type=number(float, 0, above=True), default=2000, help="GiB of a node's host")
+    add("--full", action="store_true", help="simulate every layer, instead of extending two models")
+    add("--max-ctx", action="store_true", help="with --dry-run: the longest context that fits")
+    add("--road", action="store_true", help="one row per technique, simulated or measured here")
+    add("--json", help="with --road: write the rows to this file")
+    add("--plot", help="with --road: draw them, to this .png or .svg")
     add("--force", action=switch, default=False, help="run what looks too slow or too large")
     args = parser.parse_args(argv)
 
-    cuda = torch.cuda.is_available() if args.device is None else args.device == "cuda"
+    cuda = args.device == "cuda" or args.device is None and (
+        args.dry_run or torch.cuda.is_available())
     tiny = (args.model or ("llama3-8b" if cuda else "tiny")) == "tiny"
 
     def default(name, value):
@@ -184,11 +206,16 @@ def join(args):
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if world == 1 else {}
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout,
                             device_id=device if cuda else None, **alone)
+    job = meet(args, world, device)
+    job.group.set_timeout(timeout)  # a new group does not inherit it
+    return job
+
+
+def meet(args, world, device):
+    """The groups of a job whose processes have met."""
     mesh = init_device_mesh(device.type, (world // args.cp, args.cp), mesh_dim_names=("dp", "cp"))
-    for group in mesh.get_all_groups():
-        group.set_timeout(timeout)  # a new group does not inherit it
     dp_rank, cp_rank = mesh.get_coordinate()
-    return Job(rank, world, device, world // args.cp, dp_rank, args.cp, cp_rank,
+    return Job(dist.get_rank(), world, device, world // args.cp, dp_rank, args.cp, cp_rank,
                mesh["cp"].get_group(), init_device_mesh(device.type, (world,)))
 
 
@@ -376,7 +403,7 @@ def shard_model(model, mesh, dtype, offload_params=False):
     precision = MixedPrecisionPolicy(
         param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None,
         cast_forward_inputs=False)  # a block takes more than tensors, and tokens are no floats
-    offload = CPUOffloadPolicy() if offload_params else OffloadPolicy()
+    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if offload_params else OffloadPolicy()
     heads = [] if model.config.tie_embeddings else [model.lm_head]
     for unit in [*model.layers, model.embed_tokens, *heads, model]:
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -390,8 +417,10 @@ def build(config, args, job):
     """The sharded model and its optimizer. No rank ever holds it whole: meta first, then shards."""
     dtype = getattr(torch, args.dtype)
     with torch.device("meta"):
-        model = GPT(config).to(torch.promote_types(dtype, torch.float32))
-    shard_model(model, job.everyone, dtype)
+        model = GPT(config)
+    if dtype == torch.float64:
+        model = model.double()
+    shard_model(model, job.everyone, dtype, args.offload_params)
     model.to_empty(device=job.device)
     model.init_weights(args.seed)
     gains = [p for p in model.parameters() if p.ndim < 2]  # of norms; decay would pull them to 0
@@ -460,29 +489,6 @@ def print_plan(config, args, job, recipe):
     if gpus > job.world == 1:
         job.say(f"notice    one process uses one of the {gpus} GPUs of this machine; all of them:  "
                 f"torchrun --nproc-per-node={gpus} {shlex.join(sys.argv)}")
-
-
-def too_large(config, args, job, recipe):
-    """Why this cannot fit, or None. Counts what is certain to be there; most runs need more."""
-    if job.device.type == "cuda":
-        memory, ranks = torch.cuda.get_device_properties(job.device).total_memory, 1
-        kept = not recipe.offload
-    else:
-        if not hasattr(os, "sysconf"):  # Windows
-            return None
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        ranks, kept = launched()[3], 1
-    width, L = getattr(torch, args.dtype).itemsize, config.n_layers
-    x, o = config.dim, config.n_heads * config.head_dim  # one token's input and attention output
-    kept *= L * (x + o) if not recipe.checkpoint else L // recipe.checkpoint * x
-    weights = 4 * max(4, width) * count_parameters(config) / job.world * ranks
-    need = weights + ranks * width * (2 * x + o + kept) * args.ctx / job.cp
-    if need <= memory:
-        return None
-    ctx = int(args.ctx * (memory - weights) / (need - weights)) >> 10
-    hope = f"at most --ctx {ctx}k may fit" if ctx > 0 else "more ranks or fewer --layers may fit"
-    return (f"{args.model} at --ctx {write_ctx(args.ctx)} needs {need / 2**30:,.0f} GiB or more, "
-            f"there are {memory / 2**30:,.0f}: {hope}; --force tries all the same")
 
 
 def too_slow(config, args, job, recipe):
@@ -579,22 +585,488 @@ def evaluate(job, model, tokens, starts, ctx, recipe):
         for inputs, labels in batch))
 
 
-# 8. Main ------------------------------------------------------------------------------------------
+# 8. The dry run -----------------------------------------------------------------------------------
+# The same model, recipe, sharding, optimizer and step, with tensors that have shapes but no memory
+# (FakeTensorMode) and ranks that are not there (the "fake" process group). A meter sees every tensor
+# come and go. There is no second model of the memory: change upipe.py, and the numbers change.
+
+GIB = 2**30
+RESERVED = 3 * GIB  # of a card: CUDA's context, NCCL's buffers, what fragmentation wastes
+UTILISATION = 0.5   # of the peak FLOP/s, for the estimated time
+
+# What a tensor is, by the innermost of these functions of upipe.py that was at work.
+KINDS = dict(
+    take="stage buffers", attention_forward="attention output", attention_backward="dk and dv",
+    lean_forward="residual stream", fetch="residual stream", backward="residual gradient",
+    own="residual gradient", rotary="rotary tables", token_losses="logits tile",
+    logits="logits tile", __init__="weight gradients", done="weight gradients",
+    flash_forward="kernel outputs", flash_backward="kernel outputs", slab="parked",
+    **dict.fromkeys(("rows", "load", "collect", "do_parts", "heads", "mlp", "tile_grads", "add",
+                     "project_backward", "ulysses_attention", "forward"), "activations"))
+
+
+class Meter(TorchDispatchMode):
+    """Bytes of live storages by kind, and what was there at the peak of each part of a step.
+
+    Slabs of the model's HostStore are host bytes and, with offload_params, so is what FSDP and AdamW
+    hold between steps; all else is on the device. It works on real tensors as on fake ones."""
+
+    def __init__(self, model, offload_params=False):
+        super().__init__()
+        self.model, self.offload_params = model, offload_params
+        self.live = {}                 # storage -> (bytes, kind)
+        self.kinds = defaultdict(int)  # kind -> bytes
+        self.last = len(model.layers) - 1
+        self.reset()
+
+    def reset(self):
+        self.peaks = {}     # part of the step -> (device bytes, kinds, where exactly)
+        self.timeline = []  # kinds, from time to time
+        self.host, self.part = 0, "forward"
+
+    def __enter__(self):
+        self.resize = torch.UntypedStorage.resize_
+
+        def resize_(storage, size):  # how FSDP and upipe free memory that is still referred to
+            self.resize(storage, size)
+            self.see(storage)
+            return storage
+        torch.UntypedStorage.resize_ = resize_
+        self.silent, self.model.progress = self.model.progress, self.progress
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_, self.model.progress = self.resize, self.silent
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its local tensors will come by
+        out = op(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.see(x.untyped_storage(), x.dim())
+        return out
+
+    def see(self, storage, dims=1):
+        old, kind = self.live.get(storage._cdata, (0, None))
+        if kind is None:
+            kind = kind_of(sys._getframe(2), dims)
+            weakref.finalize(storage, self.gone, storage._cdata)
+        self.live[storage._cdata] = storage.nbytes(), kind
+        self.kinds[kind] += storage.nbytes() - old
+        if storage.nbytes() > old:
+            self.note()
+
+    def gone(self, key):
+        size, kind = self.live.pop(key)
+        self.kinds[kind] -= size
+
+    def name(self, tensors, kind):
+        """Say what tensors are that existed before the meter, or that FSDP made."""
+        for x in tensors:
+            storage = (x.to_local() if isinstance(x, DTensor) else x).untyped_storage()
+            self.see(storage)
+            size, old = self.live[storage._cdata]
+            self.live[storage._cdata] = size, kind
+            self.kinds[old] -= size
+            self.kinds[kind] += size
+
+    def progress(self, layer, way):
+        """The model's hook: which part of the step comes next."""
+        if way == "backward":
+            self.name((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
+            self.part = {0: "the end", 1: "the first block"}.get(layer, "a block in between")
+        elif way == "forward" and layer == self.last:
+            self.part = "head and last block"
+        self.silent(layer, way)
+
+    def device_bytes(self):
+        between = ("parameters", "gradients", "optimizer")  # what stays from step to step
+        on_host = sum(self.kinds[kind] for kind in between) if self.offload_params else 0
+        return sum(self.kinds.values()) - self.model.store.slab_bytes - on_host
+
+    def note(self):
+        now = self.device_bytes()
+        self.host = max(self.host, self.model.store.slab_bytes)
+        if now > self.peaks.get(self.part, (0,))[0]:
+            self.peaks[self.part] = now, dict(self.kinds), place(sys._getframe(3))
+        if not self.timeline or abs(now - self.timeline[-1][0]) > now / 50:
+            self.timeline.append((now, dict(self.kinds)))
+
+
+def kind_of(frame, dims):
+    while frame:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path == upipe.__file__ or name == "workspace":
+            if name == "land":  # x or attention's output, on their way back
+                return "attention output" if dims == 3 else "residual stream"
+            if name in KINDS or name == "workspace":
+                return KINDS.get(name, "kernel workspace")
+        elif "/fsdp/" in path:
+            return "gradient reduction" if "reduce" in name else "gathered weights"
+        elif "/optim/" in path:
+            return "optimizer"
+        frame = frame.f_back
+    return "gradients in autograd"
+
+
+def place(frame):
+    """Where in upipe.py a frame is, for people: block, direction, stage, function."""
+    names, block, stage = [], None, None
+    while frame:
+        if frame.f_code.co_filename == upipe.__file__:
+            names.append(frame.f_code.co_name)
+            local = frame.f_locals
+            if "mine" in local and "kv" in local:
+                order = [q for load in upipe.schedule(local["p"]) for q in load[1]]
+                stage = f"stage {order.index(local['mine']) + 1} of {len(order)}"
+            index = getattr(local.get("ctx", local.get("self")), "index", None)
+            block = block or (None if index is None else f"block {index}")
+            if isinstance(local, dict):  # before Python 3.13 a copy, kept by the frame: tensors in it
+                local.clear()            # would outlive their last use, and be counted
+        frame = frame.f_back
+    way = "backward" if "backward" in names else "forward"
+    return ", ".join(x for x in (block, way, stage, *names[:1]) if x) if names else "in autograd"
+
+
+def simulated_kernel():
+    """FlashAttention-2 on CUDA, as far as memory goes: its outputs and its workspace."""
+    def forward(q, k, v, edges):
+        return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+    def backward(do, q, k, v, o, lse, edges):
+        def workspace():
+            size = upipe.flash_workspace(*q.shape[:2], *k.shape[1:])
+            return q.new_empty(size, dtype=torch.uint8)
+        held = workspace()
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        del held
+        return grads
+    return upipe.Kernel(forward, backward, limit=float("inf"))
+
+
+def few_spans(n, tile, spans=upipe.tile_spans):
+    """The first two tiles and the last: those between leave nothing behind."""
+    spans = spans(n, tile)
+    return spans[:2] + spans[2:][-1:]
+
+
+@dataclass
+class Report:
+    """What a simulated or measured step needs, per rank."""
+    device: int     # bytes at the peak
+    host: int       # bytes: parked tensors, and with --offload-params weights and optimizer
+    part: str       # when: the part of the step,
+    where: str      # and the place in it
+    kinds: dict     # what was there then: kind -> bytes
+    timeline: list  # [(bytes, kinds), ...] over one step
+
+
+def metered_step(job, config, args, recipe):
+    """Build the model and watch a step of it -> Meter. On fake tensors or real ones, it is the same.
+
+    The update itself is left out: fused AdamW works in place, in memory that is there by then."""
+    model, optimizer = build(config, args, job)
+    tokens = torch.zeros(-(-args.ctx // job.cp), dtype=torch.int64, device=job.device)
+    with Meter(model, args.offload_params) as meter:
+        meter.name(model.parameters(), "parameters")
+        for p in model.parameters():  # one update by nothing, so that AdamW's moments exist
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        states = [x for state in optimizer.state.values() for x in state.values()]
+        meter.name((x for x in states if torch.is_tensor(x)), "optimizer")
+        optimizer.zero_grad()
+        meter.reset()
+        for _ in range(min(2, args.grad_accum)):
+            model(tokens, tokens, recipe, total=args.ctx).backward()
+    return meter
+
+
+def simulate(config, args, recipe, world, kernel="simulated", spans=few_spans):
+    """metered_step of rank 0 of `world`, without memory and without the other ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    upipe.KERNELS["simulated"] = simulated_kernel()
+    whole, upipe.tile_spans = upipe.tile_spans, spans
+    try:
+        job = meet(args, world, torch.device("cpu"))
+        recipe = replace(recipe, group=job.group, kernel=kernel)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return metered_step(job, config, args, recipe)
+    finally:
+        upipe.tile_spans = whole
+        dist.destroy_process_group()
+
+
+@dataclass
+class Report:
+    """What a step needs on one rank, in bytes."""
+    device: int     # at the peak
+    host: int       # parked, and with --offload-params weights, gradients and AdamW's moments
+    where: str      # the peak: part of the step, and place in upipe.py
+    kinds: dict     # what there was then: kind -> bytes
+    timeline: list  # [(bytes, kinds), ...] over the step
+
+
+BETWEEN_STEPS = ("parameters", "gradients", "optimizer")
+
+
+def report_of(meter):
+    """The Report of one metered step, as it is."""
+    part, (device, kinds, where) = max(meter.peaks.items(), key=lambda peak: peak[1][0])
+    return Report(device, meter.host, f"{part}: {where}", kinds, meter.timeline)
+
+
+def plan_memory(config, args, recipe, world, full=False):
+    """The Report of one rank of `world`.
+
+    Every block costs the same, so two short models tell what all L layers need: one of a segment and
+    the remainder, one of a segment more. Each part of the step is extended on its own, since the
+    part that peaks at L need not be the one that peaks in a short model."""
+    L, k = config.n_layers, max(1, recipe.checkpoint)
+    few = L % k + k + (k if L % k + k == 1 else 0)
+    run = lambda n: simulate(replace(config, n_layers=n), args, recipe, world)
+    if full or L <= few + k:
+        a = b = run(L)
+        times = 0
+    else:
+        a, b = run(few), run(few + k)
+        times = (L - few) // k
+
+    def extend(x, y):
+        return x + times * (y - x)
+    # A block in between is as far from the first as in the longer of the two models.
+    first, between = "the first block", "a block in between"
+    if between in b.peaks and times:
+        (size, kinds, _), (x, xs, _), (y, ys, _) = b.peaks[between], a.peaks[first], b.peaks[first]
+        kinds = {kind: kinds[kind] - ys.get(kind, 0) + xs.get(kind, 0) for kind in kinds}
+        a.peaks[between] = size - y + x, kinds, ""
+    peaks = {part: extend(a.peaks[part][0], b.peaks[part][0]) for part in b.peaks}
+    part = max(peaks, key=peaks.get)
+    (_, first, _), (_, second, where) = a.peaks[part], b.peaks[part]
+    kinds = {kind: extend(first.get(kind, 0), second.get(kind, 0)) for kind in first | second}
+    kinds.pop("parked", None)
+    device, host = peaks[part], extend(a.host, b.host)
+    if args.offload_params:  # FSDP brings one unit's part at a time, and takes its gradients back
+        host += sum(kinds.pop(kind, 0) for kind in BETWEEN_STEPS)
+        ends = config.vocab_size * config.dim
+        blocks = count_parameters(config) - ends * (1 if config.tie_embeddings else 2)
+        unit = 4 * max(ends, blocks // L) // world
+        kinds["weights in transit"] = 2 * unit
+        device += 2 * unit
+    return Report(device, host, f"{part}: {where}", kinds, b.timeline)
+
+
+def verdict(report, args, world):
+    """(fits, text): the report against the card and the host."""
+    ranks = min(world, args.gpus_per_node)
+    usable, host = args.gpu_mem * GIB - RESERVED, args.host_mem * GIB
+    fits = report.device <= usable and report.host * ranks <= host
+    return fits, (
+        f"GPU       {gib(report.device)} GiB at the peak, {gib(usable)} usable of {args.gpu_mem:g}: "
+        f"{'fits' if report.device <= usable else 'does not fit'}\n"
+        f"host      {gib(report.host)} GiB a rank, {gib(report.host * ranks)} a node of {ranks}, "
+        f"of {args.host_mem:g}: {'fits' if report.host * ranks <= host else 'does not fit'}")
+
+
+def gib(size):
+    return f"{size / GIB:,.1f}"
+
+
+def longest_context(config, args, recipe, world):
+    """The longest context that fits, a multiple of 64k: (tokens, Report); (0, None) if none does.
+
+    Memory grows almost linearly with the context: a few secants find the edge, and the last two
+    simulations prove it."""
+    unit, ranks = 64 * 1024, min(world, args.gpus_per_node)
+    tried = {}
+
+    def room(n):  # fraction of the scarcest memory that is free at n units
+        if n not in tried:
+            tried[n] = plan_memory(config, copy_of(args, ctx=n * unit), recipe, world)
+        return min(1 - tried[n].device / (args.gpu_mem * GIB - RESERVED),
+                   1 - tried[n].host * ranks / (args.host_mem * GIB))
+    low, high = 0, 1  # low fits, high does not
+    while room(high) >= 0:
+        low, high = high, 4 * high
+    while high - low > 1:
+        if low:
+            a, b = room(low), room(high)
+            guess = low + int((high - low) * a / (a - b))
+        else:
+            guess = high // 2
+        guess = min(max(guess, low + 1), high - 1)
+        low, high = (guess, high) if room(guess) >= 0 else (low, guess)
+        if high - low > 1 and low == guess and room(low + 1) < 0:
+            high = low + 1
+    return low * unit, tried.get(low)
+
+
+def dry_run(config, args, recipe):
+    """--dry-run: print where the memory goes, and whether it fits."""
+    world = args.world
+    if args.max_ctx:
+        args.ctx, report = longest_context(config, args, recipe, world)
+        if report is None:
+            raise BadInput(f"{args.model} does not fit at any length: see --dry-run --ctx 64k")
+        print(f"longest   {args.ctx:,} tokens (--ctx {write_ctx(args.ctx)}) fit, 64k more do not")
+    else:
+        report = plan_memory(config, args, recipe, world, args.full)
+    fits, text = verdict(report, args, world)
+    print(text)
+    print(f"peak      {report.where}")
+    for kind, size in sorted(report.kinds.items(), key=lambda item: -item[1]):
+        if size > report.device / 1000:
+            print(f"          {size / GIB:8.2f} GiB  {kind}")
+    passes = zip(forward_flops(config, args.ctx), backward_passes(recipe))
+    flops = sum(f * (1 + n) for f, n in passes) * args.grad_accum / args.cp
+    print(f"time      {duration(flops / (UTILISATION * 989e12))} a step, if each rank computes its "
+          f"{brief(flops)} FLOPs (recomputation included) at {UTILISATION:.0%} of an H100's 989 TFLOP/s")
+    return fits
+
+
+# 9. The road -------------------------------------------------------------------------------------
+# One row for each technique, in the order in which the memory runs out; each adds to the one above.
+
+ROAD = (("plain", dict(attention="plain", cp=1, fsdp=False)),
+        ("+ FSDP", dict(fsdp=True)),
+        ("+ Ulysses", dict(attention="ulysses", cp=None)),
+        ("+ checkpointing", dict(checkpoint=1)),
+        ("+ offload", dict(offload=True)),
+        ("+ tiling", dict(tile=None, stream=None)),
+        ("+ UPipe", dict(attention="upipe")),
+        ("+ keep_attention", dict(keep_attention=True)))
+
+
+def road(config, args, recipe, job=None):
+    """--road: rows of (name, Report, tokens/s); simulated on --world ranks, or measured by `job`."""
+    own, state, rows = vars(args), dict(heads_per_stage=0, checkpoint=0, keep_attention=False,
+                                        offload=False, stream=False, tile=0), []
+    for name, changes in ROAD:
+        state.update({key: own[key] if value is None else value for key, value in changes.items()})
+        here = copy_of(args, **{key: value for key, value in state.items() if key != "fsdp"})
+        if name == "+ UPipe":
+            here.heads_per_stage = state["heads_per_stage"] = args.heads_per_stage
+        recipe = recipe_of(here)
+        if job is None:
+            world = args.world if state["fsdp"] else 1
+            rows.append((name, plan_memory(config, here, recipe, world, args.full), None))
+        else:
+            rows.append((name, *measure(config, here, recipe, job, state["fsdp"])))
+    return rows
+
+
+def measure(config, args, recipe, job, sharded):
+    """A row of the road for real: (Report, tokens/s); (None, None) if a GPU is too small for it.
+
+    On a CPU the peak is the meter's, on CUDA the allocator's."""
+    job = meet(args, job.world, job.device)
+    if not sharded:  # everyone has the whole model: FSDP over a group of one
+        job.everyone = init_device_mesh(job.device.type, (job.world, 1),
+                                        mesh_dim_names=("all", "one"))["one"]
+    recipe, cuda = replace(recipe, group=job.group), job.device.type == "cuda"
+    try:
+        model, optimizer = build(config, args, job)
+        tokens = torch.zeros(-(-args.ctx // job.cp), dtype=torch.int64, device=job.device)
+        for _ in range(2):  # one to warm up, one that counts
+            optimizer.zero_grad()
+            dist.barrier()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            begin = time.perf_counter()
+            model(tokens, tokens, recipe, total=args.ctx).backward()
+            if cuda:
+                torch.cuda.synchronize()
+            dist.barrier()
+            seconds = time.perf_counter() - begin
+        if cuda:
+            device, host = torch.cuda.max_memory_allocated(), model.store.slab_bytes
+            seen = Report(device, host, "measured", {}, [])
+        else:
+            del model, optimizer
+            seen = report_of(metered_step(job, config, args, recipe))
+        return seen, job.dp * args.ctx / seconds
+    except torch.OutOfMemoryError:
+        return None, None
+
+
+def print_road(rows, args, world):
+    print(f"{'':18}{'GiB a GPU':>12}{'GiB on host':>13}{'':4}", end="")
+    print("fits" if rows[0][2] is None else "tokens/s")
+    first = next((speed for _, _, speed in rows if speed), None)
+    for name, report, speed in rows:
+        if report is None:
+            print(f"{name:18}{'out of memory':>25}")
+            continue
+        last = f"{speed / first:.2f} x" if first else ["no", "yes"][verdict(report, args, world)[0]]
+        print(f"{name:18}{report.device / GIB:12,.3f}{report.host / GIB:13,.3f}    {last}")
+
+
+def write_json(path, rows):
+    def row(name, report, speed):
+        return dict(name=name, tokens_per_second=speed, **(
+            dict(device_bytes=report.device, host_bytes=report.host, where=report.where,
+                 kinds=report.kinds) if report else dict(out_of_memory=True)))
+    Path(path).write_text(json.dumps([row(*r) for r in rows], indent=1))
+
+
+def plot_road(path, rows, args, title):
+    """Bars of the road with the card's capacity, and the memory of the last row over one step."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise BadInput("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    rows = [(name, r) for name, r, _ in rows if r]
+    usable = args.gpu_mem - RESERVED / GIB
+    sizes = [r.device / GIB for _, r in rows]
+    bars = left.bar([name for name, _ in rows], sizes,
+                    color=["tab:green" if size <= usable else "tab:red" for size in sizes])
+    left.bar_label(bars, [f"{size:,.0f}" for size in sizes])
+    left.axhline(usable, color="black", linestyle="--", label=f"{usable:.0f} GiB usable on a card")
+    left.set(yscale="log", ylabel="GiB per GPU at the peak", title=title)
+    left.tick_params(axis="x", rotation=35)
+    left.legend()
+    _, last = rows[-1]
+    kinds = sorted(last.kinds, key=last.kinds.get, reverse=True)
+    right.stackplot(range(len(last.timeline)),
+                    [[at.get(kind, 0) / GIB for _, at in last.timeline] for kind in kinds],
+                    labels=kinds)
+    right.set(xlabel="one step: forward, then backward", ylabel="GiB per GPU", xticks=[],
+              title=f"{rows[-1][0]}, over one step")
+    right.legend(loc="upper left", fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+# 10. Main ------------------------------------------------------------------------------------------
+
+
+def recipe_of(args):
+    return Recipe(**{name: getattr(args, name) for name in SWITCHES})
+
+
+def copy_of(args, **changes):
+    return argparse.Namespace(**{**vars(args), **changes})
 
 
 def settle(args):
     """Model and recipe, or BadInput: flags against each other and the machine, no rank asked."""
     _, world, _, local_world = launched()
+    if args.dry_run:
+        world = args.world = args.world or 8
     args.cp = args.cp or world
     if world % args.cp:
         legal = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise BadInput(f"--cp {args.cp} does not divide the {world} ranks of this job: use {legal}")
-    if args.device == "cuda" and local_world > torch.cuda.device_count():
+    if not args.dry_run and args.device == "cuda" and local_world > torch.cuda.device_count():
         raise BadInput(f"--device cuda: {local_world} ranks on this machine, and PyTorch finds "
                        f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
     config = PRESETS[args.model]
     config = replace(config, n_layers=args.layers or config.n_layers)
-    recipe = Recipe(**{name: getattr(args, name) for name in SWITCHES})
+    recipe = recipe_of(args)
     try:
         recipe.check(config, args.cp)
     except ValueError as error:
@@ -605,6 +1077,8 @@ def settle(args):
 def main(argv=None):
     args = parse_args(argv)
     config, recipe = settle(args)
+    if args.dry_run:
+        return dry_run(config, args, recipe)
     job = join(args)
     recipe = replace(recipe, group=job.group)
     if args.dtype == "bfloat16" and job.device.type == "cuda":

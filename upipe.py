@@ -378,7 +378,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed=0):
-        """Normal(0, 0.02); norms 1; what a block adds to the residual stream 1/sqrt(2L) of that.
+        """Normal(0, 1/sqrt(D)); what a block adds to the residual stream 1/sqrt(2L) of that; norms 1.
 
         A parameter depends on (seed, its name) alone, whatever the number of ranks: each rank draws
         all of it and keeps its shard, one matrix at a time."""
@@ -387,7 +387,7 @@ class GPT(nn.Module):
                 p.fill_(1)
                 continue
             added = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = 0.02 / math.sqrt(2 * self.config.n_layers) if added else 0.02
+            std = (self.config.dim * (2 * self.config.n_layers if added else 1)) ** -0.5
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             generator = torch.Generator(p.device).manual_seed(int.from_bytes(digest[:7], "big"))
             whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
