@@ -47,6 +47,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import attention
 from torch.profiler import record_function
 
 IGNORE = -100  # the label of a token that is not to be predicted
@@ -414,11 +415,11 @@ class GPT(nn.Module):
             if p.C > 1:
                 dist.all_reduce(total, group=recipe.group)
             total = total.clamp(min=1)  # no label anywhere: loss 0, gradients 0
-        # A tile of logits is V wide where the MLP is F wide: make it as much shorter.
-        tile = min(p.tile, max(1, p.tile * self.config.ffn_dim // self.config.vocab_size))
-        losses = self._run(tokens, p, lambda x, head: tiled(
-            token_losses, p, x, labels, self.norm.weight, head, tile=tile))
-        return losses.sum() / total
+        return self._losses(tokens, labels, p).sum() / total
+
+    def token_losses(self, tokens, labels, recipe, docs=None):
+        """The loss of each token of this rank's slice, [s]; 0 for an ignored label."""
+        return self._losses(tokens, labels, self._start(tokens, recipe, docs))
 
     def logits(self, tokens, recipe, docs=None):
         """[s] -> [s, V] in at least float32. FSDP: register_fsdp_forward_method(model, "logits")."""
@@ -441,6 +442,12 @@ class GPT(nn.Module):
         dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
         return Pass(self.config, recipe, C, s, rotary(self.config, positions, dtype), edges,
                     self.stage_buffers, self.store, self.progress)
+
+    def _losses(self, tokens, labels, p):  # [s], [s] -> [s]
+        # A tile of logits is V wide where the MLP is F wide: make it as much shorter.
+        tile = min(p.tile, max(1, p.tile * self.config.ffn_dim // self.config.vocab_size))
+        return self._run(tokens, p, lambda x, head: tiled(
+            token_losses, p, x, labels, self.norm.weight, head, tile=tile))
 
     def _run(self, tokens, p, head):  # [s] -> what head makes of [s, D]
         x = self.embed_tokens(tokens)
@@ -494,7 +501,7 @@ def aten_kernel(forward, backward):
         n = k.shape[1]
         q, k, v = (batched(x, n) for x in (q, k, v))
         o, lse = forward(q, k.expand_as(q), v.expand_as(q))[:2]
-        return packed(o), lse.flatten(0, 1)
+        return packed(o), lse.reshape(-1, lse.shape[2])  # cudnn's has a last dimension of 1
 
     def bwd(do, q, k, v, o, lse):
         n = k.shape[1]
@@ -522,19 +529,30 @@ def spans(edges, S):
     return list(zip(edges, edges[1:]))
 
 
-def torch_forward(q, k, v, edges):
-    one = (lambda x: x[None]) if edges is None else (lambda x: x)  # documents come without a batch
-    o, lse, *_ = aten._flash_attention_forward(one(q), one(k), one(v), edges, edges, len(q), len(q),
-                                               0.0, True, False)
-    return o.view_as(q), lse.view(q.shape[1], len(q))
+def torch_kernel(impl=None):
+    """torch's own flash kernel, or FlashAttention 3 or 4 ("FA3", "FA4", packages of their own), which
+    torch lets take its place behind the same two operators."""
+    def select():
+        if attention.current_flash_attention_impl() != impl:
+            attention.activate_flash_attention_impl(impl) if impl else (
+                attention.restore_flash_attention_impl())
 
+    def forward(q, k, v, edges):
+        select()
+        one = (lambda x: x[None]) if edges is None else (lambda x: x)  # documents have no batch
+        o, lse, *_ = aten._flash_attention_forward(one(q), one(k), one(v), edges, edges, len(q),
+                                                   len(q), 0.0, True, False)
+        return o.view_as(q), lse.view(q.shape[1], len(q))
 
-def torch_backward(do, q, k, v, o, lse, edges):
-    one = (lambda x: x[None]) if edges is None else (lambda x: x)
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: it is never read
-    grads = aten._flash_attention_backward(*map(one, (do, q, k, v, o, lse)), edges, edges, len(q),
-                                           len(q), 0.0, True, seed, seed)
-    return [grad.view_as(x) for grad, x in zip(grads, (q, k, v))]
+    def backward(do, q, k, v, o, lse, edges):
+        select()
+        one = (lambda x: x[None]) if edges is None else (lambda x: x)
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: it is never read
+        grads = aten._flash_attention_backward(*map(one, (do, q, k, v, o, lse)), edges, edges,
+                                               len(q), len(q), 0.0, True, seed, seed)
+        return [grad.view_as(x) for grad, x in zip(grads, (q, k, v))]
+
+    return Kernel(forward, backward, flash_workspace)
 
 
 def flash_attn_forward(q, k, v, edges):
@@ -561,6 +579,10 @@ def flash_attn_backward(do, q, k, v, o, lse, edges):
     return grads
 
 
+def no_seed(q):  # of dropout, and its offset
+    return torch.zeros(2, dtype=torch.int64, device=q.device).unbind()
+
+
 def flash_workspace(S, u, n, d):
     """FlashAttention-2's backward: dq adds up in float32; rowsum(do o) is a float32 for each query;
     with grouped heads, dk and dv of every query head (bfloat16) before they are summed."""
@@ -572,15 +594,19 @@ KERNELS = {
     "cpu": aten_kernel(
         lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
         lambda *x: aten._scaled_dot_product_flash_attention_for_cpu_backward(*x, 0.0, True)),
-    "torch": Kernel(torch_forward, torch_backward, flash_workspace),
+    "torch": torch_kernel(), "fa3": torch_kernel("FA3"), "fa4": torch_kernel("FA4"),
     "flash-attn": Kernel(flash_attn_forward, flash_attn_backward, flash_workspace),
+    "cudnn": aten_kernel(
+        lambda q, k, v: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True),
+        lambda do, q, k, v, o, lse: aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse[..., None], *no_seed(q), None, None, None, q.shape[2], q.shape[2],
+            0.0, True)),
     # float32 on CUDA, for cards without bfloat16: no flash kernel takes it, this one does
     "efficient": aten_kernel(
         lambda q, k, v: aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, True),
         lambda do, q, k, v, o, lse: aten._scaled_dot_product_efficient_attention_backward(
-            do, q, k, v, None, o, lse, *torch.zeros(2, dtype=torch.int64, device=q.device),
-            0.0, [True, True, True, False], True)[:3]),
+            do, q, k, v, None, o, lse, *no_seed(q), 0.0, [True, True, True, False], True)[:3]),
 }
 
 
