@@ -6,7 +6,8 @@
     torchrun --nproc-per-node=8 train.py --ctx 5m     eight GPUs: llama3-8b on 5 x 2^20 tokens
 
 1. Flags   2. Ranks and groups   3. Stopping together   4. Data   5. Sharding   6. The plan
-7. A step   8. Main
+7. A step   8. The dry run   9. The road   10. Weights in and out   11. Checkpoints   12. Text
+13. Looking inside   14. Main
 
 Two kinds of parallelism share the ranks. --cp of them (C in upipe.py) split one sequence; world/cp
 such groups work on a sequence each. Weights, gradients and optimizer state are sharded over *all*
@@ -20,20 +21,26 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
+import hashlib
+import itertools
 import json
 import math
 import re
 import shlex
+import shutil
+import signal
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 import weakref
 from collections import defaultdict
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +57,10 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import upipe
-from upipe import GPT, IGNORE, PRESETS, Recipe, stages
+from upipe import GPT, GPTConfig, IGNORE, PRESETS, Recipe, stages
 
 SWITCHES = [f.name for f in fields(Recipe) if f.name != "group"]  # each is a flag
+NO_ID = -1  # no token
 
 # 1. Flags -----------------------------------------------------------------------------------------
 
@@ -129,6 +137,26 @@ def parse_args(argv=None):
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16 on GPUs")
     add("--timeout", type=number(float, 0, above=True), default=1800,
         help="seconds to wait for another rank before giving up (default: 1800)")
+    # what goes in and what comes out
+    add("--init", metavar="DIR", help="start from a Llama 3.x or Qwen3 folder of Hugging Face")
+    add("--export", metavar="DIR", help="write such a folder at the end")
+    add("--save", metavar="DIR", help="folder for checkpoints, the same one for all ranks")
+    add("--save-every", type=number(int, 0), default=100,
+        help="steps (default: 100); 0: at the end, and on SIGTERM or SIGUSR1")
+    add("--keep", type=number(int, 1), default=2, help="checkpoints that stay (default: 2)")
+    add("--resume", action="store_true",
+        help="go on from the newest in --save, with the flags of that run unless given anew")
+    add("--tokenizer", metavar="FILE", help="a tokenizer.json (default: the one in --init)")
+    add("--docs", type=number(int, 0), nargs="?", const=NO_ID, metavar="ID",
+        help="attention stays in a document: a file, or what follows a token ID")
+    add("--task", choices=("text", "recall"), default="text",
+        help="recall: keys and values at the start, asked for at the end")
+    add("--sample", type=number(int, 0), default=0, help="tokens to write in the end")
+    add("--prompt", default="\n", help="what they continue")
+    add("--log", "--log-file", metavar="FILE", help="one JSON object per step (some versions of "
+        "torchrun take --log for their own: the longer name helps)")
+    add("--loss-by-position", metavar="FILE", help="picture, .png or .svg, of the final model")
+    add("--profile", metavar="DIR", help="traces of one step")
     # instead of a run
     add("--dry-run", action="store_true", help="tell memory and time of a step, without doing it")
     add("--world", type=number(int, 1), help="ranks to simulate (default: 8)")
@@ -142,17 +170,24 @@ def parse_args(argv=None):
     add("--plot", help="with --road: draw them, to this .png or .svg")
     add("--force", action=switch, default=False, help="run what looks too slow or too large")
     args = parser.parse_args(argv)
+    saved = find_checkpoint(args) if args.resume else None
+    if saved:
+        parser.set_defaults(**saved["flags"])
+        args = parser.parse_args(argv)
+    elif args.init and (args.model or args.layers):
+        raise BadInput("--init says what the model is: leave --model and --layers out")
+    args.saved = saved
 
     cuda = args.device == "cuda" or args.device is None and (
         args.dry_run or torch.cuda.is_available())
-    tiny = (args.model or ("llama3-8b" if cuda else "tiny")) == "tiny"
+    tiny = not args.init and (args.model or ("llama3-8b" if cuda else "tiny")) == "tiny"
 
     def default(name, value):
         if getattr(args, name) is None:
             setattr(args, name, value)
     default("device", "cuda" if cuda else "cpu")
     default("dtype", "bfloat16" if cuda else "float32")
-    default("model", "tiny" if tiny else "llama3-8b")
+    default("model", args.init or ("tiny" if tiny else "llama3-8b"))
     default("ctx", 512 if tiny else 128 * 1024)
     default("tile", 4096 if cuda else 128)
     default("steps", 600 if tiny else 100)
@@ -313,10 +348,14 @@ def find_files(data):
         and not any(p in skip or p[0] == "." for p in path.relative_to(root).parts))
 
 
-def open_data(data, vocab, ctx):
+def open_data(data, vocab, ctx, tokenizer=None):
     """(train, valid): of every ten files the tenth is held out; of fewer, a tenth of each."""
     try:
-        parts = [open_file(path, vocab) for path in find_files(data)]
+        paths = find_files(data)
+        if tokenizer and not any(path.suffix in (".bin", ".npy") for path in paths):
+            parts = tokenize(paths, tokenizer)
+        else:
+            parts = [open_file(path, vocab) for path in paths]
     except OSError as error:
         raise BadInput(f"--data {data}: {error}")
     name = data or "Python's standard library"
@@ -351,11 +390,70 @@ def read_slice(tokens, start, ctx, cp, cp_rank):
     return inputs, labels
 
 
-def load(job, tokens, starts, ctx):
+def find_documents(tokens, start, ctx, separator):
+    """Where documents start in the window at `start`: [0, ...], the same on every rank.
+
+    They start with a file, and after each token `separator` (to find those, a rank reads all of the
+    window)."""
+    stop = min(start + ctx, len(tokens) - 1)
+    found = {begin - start for begin in tokens.begins if start < begin < stop}
+    if separator != NO_ID and start < stop:
+        found.update((np.flatnonzero(tokens.read(start, stop - 1) == separator) + 1).tolist())
+    return torch.tensor(sorted({0} | found))
+
+
+def read_documents(tokens, start, ctx, cp, cp_rank, separator):
+    """read_slice and find_documents. No document has to guess how the next one begins."""
+    inputs, labels = read_slice(tokens, start, ctx, cp, cp_rank)
+    docs = find_documents(tokens, start, ctx, separator)
+    last = docs[1:] - 1 - cp_rank * len(labels)
+    labels[last[(last >= 0) & (last < len(labels))]] = IGNORE
+    return inputs, labels, docs
+
+
+class Recall:
+    """A row of windows, made on demand: n pairs of key and value, noise, and at the end each key
+    once more, in another order, whose value is to be said. With two ranks and more, pairs and
+    questions are on different ranks: without attention between them there is chance, log(64)."""
+    CHANCE = math.log(64)
+    begins = [0]
+
+    def __init__(self, seed, ctx, windows):
+        self.seed, self.ctx, self.windows = seed, ctx, windows
+        self.pairs = max(1, min(64, ctx // 8))
+
+    def __len__(self):
+        return self.windows * self.ctx + 1
+
+    def slice(self, start, cp, cp_rank):
+        """As read_slice. Any rank makes any part of any window, without the rest of it."""
+        rng, n = np.random.default_rng([self.seed, start]), self.pairs
+        pairs = np.stack((rng.permutation(128)[:n], 128 + rng.integers(64, size=n)), axis=1)
+        asked = rng.permutation(pairs)
+        s = -(-self.ctx // cp)
+        at = np.arange(s) + cp_rank * s
+        inputs, labels = 192 + ((at + start) * 2654435761 >> 16) % 64, np.full(s, IGNORE)
+        for begin, what in ((0, pairs), (self.ctx - 2 * n, asked)):
+            here = (at >= begin) & (at < begin + 2 * n)
+            inputs[here] = what.ravel()[at[here] - begin]
+        question = (at >= self.ctx - 2 * n) & (at < self.ctx) & ((self.ctx - at) % 2 == 0)
+        question &= start < len(self) - 1  # beyond the last window nothing is asked
+        labels[question] = asked[(at[question] - self.ctx) // 2, 1]
+        return torch.from_numpy(inputs), torch.from_numpy(labels)
+
+
+def load(job, tokens, starts, ctx, docs=None):
     """This rank's slices of windows, and the number of labels in all windows of all ranks."""
+    def read(start):
+        if isinstance(tokens, Recall):
+            return tokens.slice(start, job.cp, job.cp_rank)
+        if docs is None:
+            return read_slice(tokens, start, ctx, job.cp, job.cp_rank)
+        return read_documents(tokens, start, ctx, job.cp, job.cp_rank, docs)
+
     def work():
-        batch = [read_slice(tokens, start, ctx, job.cp, job.cp_rank) for start in starts]
-        return batch, sum(int((labels != IGNORE).sum()) for _, labels in batch)
+        batch = [read(start) for start in starts]
+        return batch, sum(int((labels != IGNORE).sum()) for _, labels, *_ in batch)
     return together(job, work)
 
 
@@ -366,10 +464,13 @@ def epoch_starts(length, ctx, seed, epoch):
     return rng.integers(length - n * ctx) + ctx * rng.permutation(n)
 
 
-def train_starts(job, tokens, ctx, seed, step, grad_accum):
-    """A step's windows for this rank's group: the groups take turns along the epochs' windows."""
+def train_starts(job, tokens, ctx, seed, step, grad_accum, ahead=0):
+    """A step's windows for this rank's group: the groups take turns along the epochs' windows.
+
+    ahead: by how many windows a run is ahead of that, since it once took more of them a step."""
     n = (len(tokens) - 1) // ctx
-    turns = [(step * grad_accum + micro) * job.dp + job.dp_rank for micro in range(grad_accum)]
+    turns = [ahead + (step * grad_accum + micro) * job.dp + job.dp_rank
+             for micro in range(grad_accum)]
     return [int(epoch_starts(len(tokens), ctx, seed, i // n)[i % n]) for i in turns]
 
 
@@ -408,6 +509,7 @@ def shard_model(model, mesh, dtype, offload_params=False):
         unit.set_gradient_divide_factor(1.0)  # FSDP would average; our loss is a sum over ranks
         unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
     register_fsdp_forward_method(model, "logits")
+    register_fsdp_forward_method(model, "token_losses")
     return model
 
 
@@ -546,14 +648,14 @@ def learning_rate(args, step):
 
 
 def train_step(job, model, optimizer, batch, total, recipe, grad_clip, step):
-    """One optimizer step over `batch`, this rank's (tokens, labels) slices -> (loss, norm).
+    """One optimizer step over `batch`, this rank's (tokens, labels[, docs]) -> (loss, norm).
 
     total: the labels of all micro-batches on all ranks. If a loss or the norm is not finite, every
     rank raises BadInput, weights and optimizer untouched."""
     optimizer.zero_grad()
     loss = torch.zeros((), dtype=torch.float64, device=job.device)
-    for tokens, labels in batch:
-        share = model(tokens.to(job.device), labels.to(job.device), recipe, total=total)
+    for tokens, labels, *docs in batch:
+        share = model(tokens.to(job.device), labels.to(job.device), recipe, total, *docs)
         share.backward()
         loss += share.detach()
     loss = loss.item()
@@ -571,16 +673,16 @@ def train_step(job, model, optimizer, batch, total, recipe, grad_clip, step):
 
 
 @torch.no_grad()
-def evaluate(job, model, tokens, starts, ctx, recipe):
+def evaluate(job, model, tokens, starts, ctx, recipe, docs=None):
     """Mean loss over the windows at `starts`, by the same call as in training.
 
     The groups share the windows; one that has fewer than the others joins in with an empty one,
     past the data's end, because all ranks must make the same calls."""
     starts = starts + [len(tokens)] * (-len(starts) % job.dp)
-    batch, total = load(job, tokens, starts[job.dp_rank::job.dp], ctx)
+    batch, total = load(job, tokens, starts[job.dp_rank::job.dp], ctx, docs)
     return agree(job, None, sum(
-        model(inputs.to(job.device), labels.to(job.device), recipe, total=total).item()
-        for inputs, labels in batch))
+        model(inputs.to(job.device), labels.to(job.device), recipe, total, *docs).item()
+        for inputs, labels, *docs in batch))
 
 
 # 8. The dry run -----------------------------------------------------------------------------------
@@ -1052,7 +1154,429 @@ def plot_road(path, rows, args):
     figure.savefig(path, dpi=120)
 
 
-# 10. Main ------------------------------------------------------------------------------------------
+# 10. Weights in and out ---------------------------------------------------------------------------
+# Hugging Face's folders: config.json, and safetensors under the names that upipe.GPT has, with
+# "model." before most. torch's distributed checkpoint reads and writes them by shard: no rank ever
+# holds a whole model, and the files are cut as those who published them liked.
+
+QK_NORM = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}  # the architectures of upipe.GPT
+PLAIN = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,
+             partial_rotary_factor=1.0)  # what config.json may only say in this way
+
+
+def need(package, flag):
+    if find_spec(package) is None:
+        raise BadInput(f"{flag} needs {package}: pip install {package}")
+
+
+def read_config(folder):
+    """config.json -> GPTConfig. BadInput, by name, for what upipe.GPT is not."""
+    path = Path(folder) / "config.json"
+    try:
+        c = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--init {folder}: {error}")
+    name = (c.get("architectures") or [c.get("model_type")])[0]
+    if name not in QK_NORM:
+        raise BadInput(f"{path}: architecture {name} is not supported: only {', '.join(QK_NORM)}")
+    for key, value in PLAIN.items():
+        if c.get(key) not in (None, value):
+            raise BadInput(f"{path}: {key}={c[key]!r} is not supported: only {value!r}")
+    # transformers 5 has all of it in rope_parameters, earlier ones in two places
+    rope = c.get("rope_parameters") or {**(c.get("rope_scaling") or {}),
+                                        "rope_theta": c.get("rope_theta", 10_000.0)}
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
+    theta = rope.pop("rope_theta")
+    try:
+        return GPTConfig(
+            c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"],
+            c.get("num_key_value_heads") or c["num_attention_heads"],
+            c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
+            c["intermediate_size"], theta, None if rope["rope_type"] == "default" else rope,
+            c["rms_norm_eps"], QK_NORM[name], c.get("tie_word_embeddings", False))
+    except KeyError as error:
+        raise BadInput(f"{path}: {error} is missing")
+    except ValueError as error:
+        raise BadInput(f"{path}: {error}")
+
+
+def write_config(path, config, ctx, dtype):
+    c = config
+    name = next(name for name, qk_norm in QK_NORM.items() if qk_norm == c.qk_norm)
+    path.write_text(json.dumps(dict(
+        architectures=[name], model_type=name.removesuffix("ForCausalLM").lower(),
+        vocab_size=c.vocab_size, hidden_size=c.dim, num_hidden_layers=c.n_layers,
+        num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim,
+        intermediate_size=c.ffn_dim, rope_theta=c.rope_theta, rope_scaling=c.rope_scaling,
+        rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tie_embeddings,
+        max_position_embeddings=ctx, torch_dtype=dtype, **PLAIN), indent=2))
+
+
+def published_name(name):
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def load_weights(job, config, model, folder):
+    """Fill the shards of `model` from the safetensors of `folder`; BadInput if they do not fit."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors import SafetensorError
+    ours = {published_name(name): p.detach() for name, p in model.named_parameters()}
+
+    def work():
+        try:
+            found = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+        except (OSError, SafetensorError) as error:
+            raise BadInput(f"--init {folder}: {error}")
+        if config.tie_embeddings:
+            found.pop("lm_head.weight", None)  # some folders have a second copy
+        for name in sorted(ours.keys() | found.keys()):
+            if name not in found:
+                raise BadInput(f"--init {folder}: tensor {name} is missing")
+            if name not in ours:
+                raise BadInput(f"--init {folder}: tensor {name} has no place in this model")
+            if found[name].size != ours[name].shape:
+                raise BadInput(f"--init {folder}: tensor {name} is {list(found[name].size)}, and "
+                               f"config.json says {list(ours[name].shape)}")
+        return None, 0
+    together(job, work)
+    dcp.load(ours, storage_reader=dcp.HuggingFaceStorageReader(folder))
+
+
+def export(job, config, model, args):
+    """Write the model to --export, in --dtype, as transformers wants it: files of up to 4 GiB."""
+    import torch.distributed.checkpoint as dcp
+    folder, dtype = Path(args.export), getattr(torch, args.dtype)
+    part = folder.with_name(f".{folder.name}")
+    tensors = {published_name(name): p.detach().to(dtype) for name, p in model.named_parameters()}
+    sizes = np.cumsum([x.numel() * x.element_size() for x in tensors.values()])
+    files = dict(zip(tensors, (1 + sizes // 2**32).tolist()))
+    on_rank_0(job, lambda: sweep(part))
+    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(
+        part, fqn_to_index_mapping=files, save_distributed=True, enable_consolidation=True))
+
+    def finish():
+        sweep(part / "sharded")
+        write_config(part / "config.json", config, args.ctx, args.dtype)
+        for path in Path(args.init).glob("*token*.json") if args.init else ():
+            shutil.copy(path, part)
+        part.rename(folder)
+    on_rank_0(job, finish)
+    job.say(f"export    {folder}")
+
+
+# 11. Checkpoints ----------------------------------------------------------------------------------
+# A checkpoint is a folder step-00000100 in --save: run.json, and the tensors by torch's distributed
+# checkpoint. Each rank writes its own shards, and any number of ranks reads them. It is written
+# under a name with a dot and renamed when all of it is there, so a crash at any time leaves whole
+# checkpoints, and rubbish with a dot that the next one sweeps away.
+#
+# All there is to know: weights, AdamW's moments, the step, and how many windows were drawn, since
+# part 4 computes which comes next. No random number is drawn on the way; the generator is saved for
+# those who add a dropout.
+
+# Flags that a resumed run takes from run.json: those that none may change, and those that one may.
+FIXED = ("model", "layers", "init", "ctx", "seed", "task", "docs")
+REMEMBERED = (*FIXED, *SWITCHES, "data", "tokenizer", "steps", "lr", "warmup", "min_lr",
+              "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows", "dtype")
+
+
+@dataclass
+class Run:
+    step: int = 0   # steps that are done
+    drawn: int = 0  # windows that all groups together have been trained on
+
+
+def on_rank_0(job, work):
+    """Let rank 0 do it, and all wait until it is done."""
+    if job.rank == 0:
+        work()
+    dist.barrier()
+
+
+def sweep(folder):
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def checkpoints(folder):
+    """The whole ones, oldest first."""
+    return sorted(Path(folder).glob("step-*"))
+
+
+def find_checkpoint(args):
+    """What the newest checkpoint in --save has in run.json, and its path; None if there is none."""
+    if not args.save:
+        raise BadInput("--resume needs --save, the folder with the checkpoints")
+    found = checkpoints(args.save)
+    if not found:
+        return None
+    try:
+        return {**json.loads((found[-1] / "run.json").read_text()), "path": found[-1]}
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--resume: {error}")
+
+
+def state_of(model, optimizer):
+    """Every tensor that a step changes, by name; by the same on any number of ranks."""
+    state = {"rng": torch.get_rng_state()}
+    for name, p in model.named_parameters():
+        state[f"model.{name}"] = p.detach()
+        state.update({f"adamw.{name}.{key}": x for key, x in optimizer.state[p].items()})
+    return state
+
+
+def save(job, args, config, model, optimizer, run, tokens):
+    """Write a checkpoint, and remove all but the last --keep."""
+    import torch.distributed.checkpoint as dcp
+    folder, name = Path(args.save), f"step-{run.step:08d}"
+    flags = {name: getattr(args, name) for name in REMEMBERED}
+    facts = dict(step=run.step, drawn=run.drawn, tokens=tokens, world=job.world,
+                 config=asdict(config), flags=flags)
+
+    def begin():
+        for rubbish in folder.glob(".step-*"):
+            sweep(rubbish)
+        part.mkdir(parents=True)
+        (part / "run.json").write_text(json.dumps(facts, indent=1))
+
+    def finish():
+        part.rename(folder / name)
+        for old in checkpoints(folder)[:-args.keep]:
+            sweep(old.rename(folder / f".{old.name}"))
+    part = folder / f".{name}"
+    on_rank_0(job, begin)
+    dcp.save(state_of(model, optimizer), checkpoint_id=part)
+    on_rank_0(job, finish)
+    job.say(f"saved     {folder / name}")
+
+
+def begin(job, args, config, model, optimizer, tokens):
+    """The Run to go on with: from a checkpoint, from published weights, or from the start."""
+    import torch.distributed.checkpoint as dcp
+    saved = args.saved
+    step = agree(job, None, saved["step"] if saved else 0)
+    if step != job.world * (saved["step"] if saved else 0):
+        raise BadInput(f"--save {args.save}: the ranks see different checkpoints there: it must be "
+                       "one folder for all")
+    if not saved:
+        if args.resume:
+            job.say(f"resume    no checkpoint in {args.save} yet: from the start")
+        if args.init:
+            load_weights(job, config, model, args.init)
+        return Run()
+    if saved["tokens"] != tokens:
+        raise BadInput(f"--data has {tokens} tokens to train on, the run in {args.save} has "
+                       f"{saved['tokens']}: its windows would be others")
+    for p in model.parameters():  # a step for nothing, so that there are moments to load
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=saved["path"])
+    torch.set_rng_state(state["rng"])
+    job.say(f"resume    {saved['path']}, written by {saved['world']} ranks")
+    return Run(saved["step"], saved["drawn"])
+
+
+class Stop:
+    """SIGTERM or SIGUSR1: stop after this step. The second one stops at once.
+
+    Python runs a handler between two of its own instructions, and in the middle of a step there
+    may be none for minutes. But the signal's number goes into a pipe at once: a thread waits."""
+
+    def __init__(self):
+        self.asked = False
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self.watch, args=(read,), daemon=True).start()
+
+    def watch(self, pipe):
+        while number := os.read(pipe, 1)[0]:
+            if number == signal.SIGINT:
+                continue  # Ctrl-C is Python's own
+            if self.asked:
+                os._exit(128 + number)
+            self.asked = True
+
+    def agreed(self, job):
+        """Whether any rank was asked to."""
+        return agree(job, None, self.asked) > 0
+
+
+# 12. Text -----------------------------------------------------------------------------------------
+# Without a tokenizer a text is its bytes, and nothing has to be prepared. With one, its tokens are
+# written to a cache once; from then on they are mapped like any other token file.
+
+
+class Bytes:
+    """The tokenizer that needs no file."""
+    size, begin = 256, []
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class Tokenizer:
+    """A tokenizer.json."""
+
+    def __init__(self, path):
+        need("tokenizers", f"tokenizer {path}")
+        from tokenizers import Tokenizer as Inner
+        try:
+            self.inner, self.file = Inner.from_file(str(path)), Path(path).read_bytes()
+        except Exception as error:  # whatever the library raises: it is the file that is wrong
+            raise BadInput(f"--tokenizer {path}: {error}")
+        self.size = self.inner.get_vocab_size()
+        self.begin = self.inner.encode("").ids  # of a document: <|begin_of_text|>, or nothing
+
+    def encode(self, text):
+        return self.begin + self.inner.encode(text, add_special_tokens=False).ids
+
+    def encode_all(self, texts):
+        """Many texts, on all cores."""
+        return [x.ids for x in self.inner.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, ids):
+        return self.inner.decode(ids, skip_special_tokens=False)
+
+
+def find_tokenizer(args):
+    beside = Path(args.init or "") / "tokenizer.json"
+    if args.tokenizer or args.init and beside.exists():
+        return Tokenizer(args.tokenizer or beside)
+    return Bytes()
+
+
+def pieces(path):
+    """A text in pieces of about a megabyte that end with a line."""
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        while piece := file.read(2**20):
+            yield piece + file.readline()
+
+
+def tokenize(paths, tokenizer, show=False):
+    """The cached token ids of text files, one array per file; writes them if they are not there."""
+    digest = hashlib.sha256(tokenizer.file)
+    for path in paths:
+        digest.update(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "upipe"
+    cache, ends = home / digest.hexdigest()[:32], home / f"{digest.hexdigest()[:32]}.json"
+    dtype = np.dtype("<u2" if tokenizer.size <= 2**16 else "<u4")
+    if not ends.exists():
+        write_cache(paths, tokenizer, cache, dtype, show)
+    ids, ends = np.memmap(cache.with_suffix(".bin"), dtype, "r"), json.loads(ends.read_text())
+    return [ids[a:b] for a, b in zip([0] + ends, ends)]
+
+
+def write_cache(paths, tokenizer, cache, dtype, show):
+    """cache.bin, all ids, and then cache.json, where each file's ids end."""
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    part, ends, count = cache.with_suffix(f".{os.getpid()}"), [], 0
+    todo = ((i, piece) for i, path in enumerate(paths) for piece in pieces(path))
+    size = sum(path.stat().st_size for path in paths)
+    with open(part, "wb") as file, tqdm(total=size, unit="B", unit_scale=True, desc="tokenize",
+                                        disable=not show) as bar:
+        while batch := list(itertools.islice(todo, 64)):
+            for (i, text), ids in zip(batch, tokenizer.encode_all([text for _, text in batch])):
+                ids = (tokenizer.begin if i >= len(ends) else []) + ids
+                ends += [count] * (i + 1 - len(ends))
+                file.write(np.array(ids, dtype).tobytes())
+                count = ends[-1] = ends[-1] + len(ids)
+                bar.update(len(text.encode()))
+    part.rename(cache.with_suffix(".bin"))
+    part.write_text(json.dumps(ends))
+    part.rename(cache.with_suffix(".json"))
+
+
+@torch.no_grad()
+def sample(job, model, recipe, tokenizer, args):
+    """--prompt and --sample tokens more, drawn at temperature 0.8.
+
+    Each token is a whole forward pass over all before it (up to ctx), split over the ranks like any
+    other: there is no cache. The rank with the last position draws, for everyone."""
+    ids, generator = tokenizer.encode(args.prompt) or [0], torch.Generator().manual_seed(args.seed)
+    for _ in range(args.sample):
+        window = torch.tensor(ids[-args.ctx:])
+        s, last = -(-len(window) // job.cp), len(window) - 1
+        here = torch.zeros(s * job.cp, dtype=torch.int64)
+        here[:len(window)] = window
+        here = here[job.cp_rank * s:][:s].to(job.device)
+        at = model.logits(here, recipe)[last % s]  # [V]: the right row on one rank of each group
+        chances = (at.float().cpu() / 0.8).softmax(-1)
+        token = torch.multinomial(chances, 1, generator=generator).to(job.device)
+        dist.broadcast(token, src=last // s)  # group 0 is ranks 0 to cp - 1
+        ids.append(token.item())
+    return tokenizer.decode(ids)
+
+
+# 13. Looking inside -------------------------------------------------------------------------------
+
+
+class Log:
+    """--log: one JSON object per line, by rank 0. A resumed run writes on where it left off."""
+
+    def __init__(self, job, path, step):
+        self.path = path if job.rank == 0 else None
+        if self.path:
+            old = Path(path).read_text().splitlines() if step and Path(path).exists() else []
+            kept = [line for line in old if json.loads(line)["step"] <= step]
+            Path(path).write_text("".join(f"{line}\n" for line in kept))
+
+    def __call__(self, **record):
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+@contextmanager
+def profiled(job, folder):
+    """Traces of what happens inside: DIR/rank0.json.gz and, on CUDA, DIR/rank0.pickle."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    cuda = job.device.type == "cuda"
+    if cuda:
+        torch.cuda.memory._record_memory_history(stacks="python")
+    with torch.profiler.profile() as trace:
+        yield
+    trace.export_chrome_trace(f"{folder}/rank{job.rank}.json.gz")
+    if cuda:
+        torch.cuda.memory._dump_snapshot(f"{folder}/rank{job.rank}.pickle")
+        torch.cuda.memory._record_memory_history(enabled=None)
+    job.say(f"profile   {folder}/rank*.json.gz: open one in https://ui.perfetto.dev")
+
+
+@torch.no_grad()
+def loss_by_position(job, model, data, ctx, recipe, docs, buckets=64):
+    """Mean loss in equal parts of the context, over the validation windows -> (ends, losses)."""
+    starts = data.held_out + [len(data.valid)] * (-len(data.held_out) % job.dp)
+    batch, _ = load(job, data.valid, starts[job.dp_rank::job.dp], ctx, docs)
+    sums = torch.zeros(2, buckets, dtype=torch.float64, device=job.device)
+    for inputs, labels, *docs in batch:
+        inputs, labels = inputs.to(job.device), labels.to(job.device)
+        losses = model.token_losses(inputs, labels, recipe, *docs).double()
+        at = torch.arange(len(inputs), device=job.device) + job.cp_rank * len(inputs)
+        bucket = (at * buckets // ctx).clamp(max=buckets - 1)
+        sums[0].index_add_(0, bucket, losses)
+        sums[1].index_add_(0, bucket, (labels != IGNORE).double())
+    dist.all_reduce(sums)
+    return [ctx * (i + 1) / buckets for i in range(buckets)], (sums[0] / sums[1]).tolist()
+
+
+def plot_by_position(path, ends, losses, title):
+    import matplotlib
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(ends, losses, drawstyle="steps-pre")
+    axes.set(xlabel="position in the context", ylabel="nats per token", title=title)
+    figure.savefig(path, dpi=120)
+
+
+# 14. Main -----------------------------------------------------------------------------------------
 
 
 def recipe_of(args):
@@ -1088,8 +1612,44 @@ def fit_machine(config, args, world):
         args.stream = args.offload and args.ctx >= 2**20
 
 
+def choose_model(args, tokenizer):
+    """The GPTConfig that flags, --init or a checkpoint ask for."""
+    if args.saved:
+        flags, where = args.saved["flags"], args.saved["path"]
+        for name in FIXED:
+            if getattr(args, name) != flags[name]:
+                raise BadInput(f"--{name} was {flags[name]} in {where}, and a run keeps it: to "
+                               "start another one from its weights, --export them and --init")
+        return GPTConfig(**args.saved["config"])
+    if args.init:
+        config = read_config(args.init)
+    else:
+        config = PRESETS[args.model]
+        config = replace(config, n_layers=args.layers or config.n_layers)
+        if args.model == "tiny":
+            config = replace(config, vocab_size=tokenizer.size)
+    if tokenizer.size > config.vocab_size and (args.sample or type(tokenizer) is not Bytes):
+        raise BadInput(f"{args.model} has {config.vocab_size} tokens, its tokenizer "
+                       f"{tokenizer.size}")
+    return config
+
+
+def refuse_early(args, config):
+    """What can be known to go wrong in the end, before anything begins."""
+    if args.save and not args.resume and checkpoints(args.save):
+        raise BadInput(f"--save {args.save} has checkpoints already: --resume, or another folder")
+    if args.export and Path(args.export).exists():
+        raise BadInput(f"--export {args.export} exists already")
+    if args.export or args.init:
+        need("safetensors", "--export" if args.export else "--init")
+    if args.loss_by_position:
+        need("matplotlib", "--loss-by-position")
+    if args.task == "recall" and (config.vocab_size < 256 or args.ctx < 8):
+        raise BadInput("--task recall needs 256 tokens in the vocabulary and 8 in the context")
+
+
 def settle(args):
-    """Model and recipe, or BadInput: flags against each other and the machine, no rank asked."""
+    """Model, recipe and tokenizer, or BadInput: flags, files and machine, but no other rank."""
     _, world, _, local_world = launched()
     world = args.world = (args.world or 8) if args.dry_run else world
     args.cp = args.cp or world
@@ -1099,20 +1659,129 @@ def settle(args):
     if not args.dry_run and args.device == "cuda" and local_world > torch.cuda.device_count():
         raise BadInput(f"--device cuda: {local_world} ranks on this machine, and PyTorch finds "
                        f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
-    config = PRESETS[args.model]
-    config = replace(config, n_layers=args.layers or config.n_layers)
+    tokenizer = find_tokenizer(args)
+    config = choose_model(args, tokenizer)
     fit_machine(config, args, world)
     recipe = recipe_of(args)
     try:
         recipe.check(config, args.cp)
     except ValueError as error:
         raise BadInput(str(error))
-    return config, recipe
+    refuse_early(args, config)
+    return config, recipe, tokenizer
+
+
+@dataclass
+class Data:
+    train: Tokens  # or Recall
+    valid: Tokens
+    held_out: list  # where the windows start that evaluation sees
+    compare: str    # what a simple method reaches on them, for people
+
+
+def gather(job, args, config, tokenizer):
+    """The Data that --task, --data and the tokenizer say."""
+    if args.task == "recall":
+        train = Recall(args.seed, args.ctx, 2**20)
+        valid = Recall(args.seed + 2**32, args.ctx, args.eval_windows)
+        job.say(f"data      {train.pairs} keys and values at the start of each window, asked for "
+                "at its end")
+        return Data(train, valid, eval_starts(valid, args.ctx, args.eval_windows),
+                    f" (chance: {Recall.CHANCE:.3f})")
+    encoded = None if isinstance(tokenizer, Bytes) else tokenizer
+
+    def work():
+        train, valid = open_data(args.data, config.vocab_size, args.ctx, encoded)
+        return (train, valid), len(train)
+    if encoded:  # one rank of each machine writes the cache
+        first = launched()[2] == 0
+        together(job, lambda: work() if first else (None, 0))
+    (train, valid), total = together(job, work)
+    same = total == len(train) * job.world
+    agree(job, None if same else f"--data: rank {job.rank} has {len(train)} tokens, others do not")
+    held_out = eval_starts(valid, args.ctx, args.eval_windows)
+    job.say(f"data      {args.data or 'the Python standard library'}: {len(train):,} tokens, and "
+            f"{len(valid):,} to validate: {len(held_out)} windows")
+    compare = ""
+    if job.rank == 0 and config.vocab_size >= 256 and train.parts[0].dtype == np.uint8:
+        compare = f" (bigrams: {bigram_loss(train, valid, held_out, args.ctx):.3f})"
+    return Data(train, valid, held_out, compare)
+
+
+def fit(job, args, config, recipe, model, optimizer, data, run):
+    """Train from run.step to --steps -> whether it came so far: a signal ends it after any step."""
+    tokens = args.grad_accum * job.dp * args.ctx
+    flops = 3 * sum(forward_flops(config, args.ctx)) * args.grad_accum * job.dp
+    card = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else ""
+    peak = next((f for name, f in PEAK_FLOPS.items()
+                 if name in card and args.dtype == "bfloat16"), None)
+    blocks = config.n_layers * args.grad_accum * (1 + backward_passes(recipe)[0])
+    ahead = run.drawn - run.step * args.grad_accum * job.dp
+    log, stop = Log(job, args.log, run.step), Stop() if args.save else None
+    began, first = time.perf_counter(), run.step
+    for step in range(first, max(first, args.steps) + 1):
+        if step >= args.steps or args.eval_every and step % args.eval_every == 0:
+            rounds = -(-len(data.held_out) // job.dp)
+            with progress_bar(job, model, "evaluation", config.n_layers * rounds):
+                valid = evaluate(job, model, data.valid, data.held_out, args.ctx, recipe, args.docs)
+            job.say(f"step {step:5d} | validation loss {valid:.4f} nats per token{data.compare}")
+            log(step=step, validation_loss=valid)
+        if step >= args.steps:
+            break
+        begin = time.perf_counter()
+        lr = learning_rate(args, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        starts = train_starts(job, data.train, args.ctx, args.seed, step, args.grad_accum, ahead)
+        batch, total = load(job, data.train, starts, args.ctx, args.docs)
+        inside = args.profile and step == min(first + 1, args.steps - 1)  # the first is not typical
+        with (profiled(job, args.profile) if inside else nullcontext(),
+              progress_bar(job, model, f"step {step + 1}", blocks)):
+            loss, norm = train_step(job, model, optimizer, batch, total, recipe,
+                                    args.grad_clip, step + 1)
+        seconds = time.perf_counter() - begin
+        line = (f"step {step + 1:5d} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | "
+                f"{tokens / seconds:,.0f} tokens/s | {seconds:.2f} s")
+        record = dict(step=step + 1, loss=loss, lr=lr, norm=norm, seconds=seconds,
+                      tokens_per_second=tokens / seconds, drawn=run.drawn + len(starts) * job.dp)
+        if job.device.type == "cuda":
+            line += f" | MFU {flops / seconds / job.world / peak:.1%}" if peak else ""
+            record["peak_bytes"] = torch.cuda.max_memory_allocated()
+            line += f" | peak {record['peak_bytes'] / 2**30:.1f} GiB"
+            torch.cuda.reset_peak_memory_stats()
+        job.say(line)
+        log(**record)
+        run.step, run.drawn = step + 1, record["drawn"]
+        stopping = stop is not None and stop.agreed(job)
+        due = args.save_every and run.step % args.save_every == 0
+        if args.save and (stopping or due or run.step == args.steps):
+            save(job, args, config, model, optimizer, run, len(data.train))
+        if stopping:
+            job.say(f"stopped   after step {run.step}: --save {args.save} --resume goes on")
+            return False
+    steps = run.step - first
+    job.say(f"done      {steps} steps, {brief(steps * tokens)} tokens in "
+            f"{duration(time.perf_counter() - began)}, validation loss {valid:.4f}{data.compare}")
+    return True
+
+
+def finish(job, args, config, recipe, model, data, tokenizer):
+    """What a trained model is good for."""
+    if args.export:
+        export(job, config, model, args)
+    if args.loss_by_position:
+        ends, losses = loss_by_position(job, model, data, args.ctx, recipe, args.docs)
+        title = f"{args.model} on {args.data or 'the Python standard library'}"
+        on_rank_0(job, lambda: plot_by_position(args.loss_by_position, ends, losses, title))
+        job.say(f"position  {args.loss_by_position}: loss {losses[0]:.3f} up to token "
+                f"{ends[0]:,.0f}, {losses[-1]:.3f} after {ends[-2]:,.0f}")
+    if args.sample:
+        job.say(sample(job, model, recipe, tokenizer, args))
 
 
 def main(argv=None):
     args = parse_args(argv)
-    config, recipe = settle(args)
+    config, recipe, tokenizer = settle(args)
     if args.dry_run:
         return dry_run(config, args, recipe)
     fault = None  # rank 0 decides for all: ranks that measure for themselves might disagree
@@ -1133,53 +1802,11 @@ def main(argv=None):
         rows = road(config, args, job)
         return travel(rows, args) if job.rank == 0 else None
 
-    def work():
-        train, valid = open_data(args.data, config.vocab_size, args.ctx)
-        return (train, valid), len(train)
-    (train, valid), total = together(job, work)
-    same = total == len(train) * job.world
-    agree(job, None if same else f"--data: rank {job.rank} has {len(train)} tokens, others do not")
-    held_out = eval_starts(valid, args.ctx, args.eval_windows)
-    job.say(f"data      {args.data or 'the Python standard library'}: {len(train):,} tokens, and "
-            f"{len(valid):,} to validate: {len(held_out)} windows")
-    baseline = ""
-    if job.rank == 0 and config.vocab_size >= 256 and train.parts[0].dtype == np.uint8:
-        baseline = f" (bigrams: {bigram_loss(train, valid, held_out, args.ctx):.3f})"
-
+    data = gather(job, args, config, tokenizer)
     model, optimizer = build(config, args, job)
-    tokens = args.grad_accum * job.dp * args.ctx
-    flops = 3 * sum(forward_flops(config, args.ctx)) * args.grad_accum * job.dp
-    card = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else ""
-    peak = next((f for name, f in PEAK_FLOPS.items()
-                 if name in card and args.dtype == "bfloat16"), None)
-    blocks = config.n_layers * args.grad_accum * (1 + backward_passes(recipe)[0])
-    began = time.perf_counter()
-    for step in range(args.steps + 1):
-        if step == args.steps or args.eval_every and step % args.eval_every == 0:
-            rounds = -(-len(held_out) // job.dp)
-            with progress_bar(job, model, "evaluation", config.n_layers * rounds):
-                loss = evaluate(job, model, valid, held_out, args.ctx, recipe)
-            job.say(f"step {step:5d} | validation loss {loss:.4f} nats per token{baseline}")
-        if step == args.steps:
-            break
-        begin = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step)
-        starts = train_starts(job, train, args.ctx, args.seed, step, args.grad_accum)
-        batch, total = load(job, train, starts, args.ctx)
-        with progress_bar(job, model, f"step {step + 1}", blocks):
-            loss, norm = train_step(job, model, optimizer, batch, total, recipe,
-                                    args.grad_clip, step + 1)
-        seconds = time.perf_counter() - begin
-        line = (f"step {step + 1:5d} | loss {loss:.4f} | lr {group['lr']:.2e} | norm {norm:.3f} | "
-                f"{tokens / seconds:,.0f} tokens/s | {seconds:.2f} s")
-        if job.device.type == "cuda":
-            line += f" | MFU {flops / seconds / job.world / peak:.1%}" if peak else ""
-            line += f" | peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-            torch.cuda.reset_peak_memory_stats()
-        job.say(line)
-    job.say(f"done      {args.steps} steps, {brief(args.steps * tokens)} tokens in "
-            f"{duration(time.perf_counter() - began)}, validation loss {loss:.4f}{baseline}")
+    run = begin(job, args, config, model, optimizer, len(data.train))
+    if fit(job, args, config, recipe, model, optimizer, data, run):
+        finish(job, args, config, recipe, model, data, tokenizer)
     dist.destroy_process_group()
 
 
