@@ -165,8 +165,9 @@ def parse_args(argv=None):
     add("--host-mem", type=number(float, 0, above=True), help="GiB of a node (default: 2000)")
     add("--full", action="store_true", help="simulate every layer, instead of extending two models")
     add("--max-ctx", action="store_true", help="with --dry-run: the longest context that fits")
+    add("--one-rank-of", type=number(int, 1), help="measure one rank of so many, on one device")
     add("--road", action="store_true", help="one row per technique, simulated or measured here")
-    add("--json", help="with --road: write the rows to this file")
+    add("--json", help="with --road, --one-rank-of: write the figures to this file")
     add("--plot", help="with --road: draw them, to this .png or .svg")
     add("--force", action=switch, default=False, help="run what looks too slow or too large")
     args = parser.parse_args(argv)
@@ -229,7 +230,7 @@ def launched():
 def join(args):
     """Meet the other ranks. What can be refused without them has been refused before."""
     rank, world, local_rank, local_world = launched()
-    cuda = args.device == "cuda"
+    world, cuda = args.one_rank_of or world, args.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -237,6 +238,10 @@ def join(args):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
     timeout = timedelta(seconds=min(args.timeout, 1e8))
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if world == 1 else {}
+    if args.one_rank_of:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        return meet(args, world, device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout,
                             device_id=device if cuda else None, **alone)
     job = meet(args, world, device)
@@ -529,6 +534,82 @@ def build(config, args, job):
                                    dict(params=gains, weight_decay=0.0)],
                                   lr=args.lr, betas=(0.9, 0.95), fused=True)
     return model, optimizer
+
+
+# Which attention kernel is fastest depends on the card, the head size and what is installed, and a
+# wrong one trains on in silence. So candidates are tried on a small input, against the formula.
+
+PACKAGES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface", "flash-attn": "flash_attn"}
+
+
+def kernel_error(name, u, n, d, dtype, device, S=200):
+    """Why kernel `name` cannot be used for stages of u query and n kv heads, or None."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(S, heads, d, generator=draw).to(device, dtype)
+                   for heads in (u, n, n, u))
+    try:
+        o, lse = upipe.flash_forward(q, k, v, name)
+        grads = upipe.flash_backward(do, q, k, v, o, lse, name)
+    except Exception as error:  # whatever a kernel throws at a head size or a card that it cannot do
+        return str(error).split("\n")[0]
+    inputs = [x.double().cpu().requires_grad_() for x in (q, k, v)]
+    q, k, v = inputs[0], *(x.repeat_interleave(u // n, dim=1) for x in inputs[1:])
+    scores = torch.einsum("ihd,jhd->hij", q, k) / d**0.5
+    scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
+    right = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
+    rights = right, *torch.autograd.grad(right, inputs, do.double().cpu())
+    # Rounding of inputs and outputs; a few times eps for bfloat16's products within the kernel.
+    limit = 8 * torch.finfo(dtype).eps
+    for what, x, y in zip(("output", "dq", "dk", "dv"), (o, *grads), rights):
+        error = ((x.double().cpu() - y).norm() / y.norm()).item()
+        if not error <= limit:
+            return f"its {what} is wrong by {error:.1e}, allowed is {limit:.1e}"
+
+
+def pick_kernel(config, args, job, recipe):
+    """The kernel to use: --kernel, or of those that are installed and right, the fastest here.
+
+    Rank 0 decides. Raises BadInput if the kernel asked for cannot be used."""
+    auto = recipe.kernel == "auto"
+    names = [recipe.kernel] if not auto else ["cpu"] if job.device.type == "cpu" else (
+        [name for name, package in PACKAGES.items() if installed(package)] + ["cudnn", "torch"]
+        if args.dtype == "bfloat16" else ["efficient"])
+    queries, kvs = upipe.stages(config.n_heads, config.n_kv_heads, job.cp,
+                                recipe.stage_heads(config, job.cp))[0][::-1]
+    sizes = queries[0].stop, kvs.stop, config.head_dim, getattr(torch, args.dtype), job.device
+    fault, best = None, [None]
+    if job.rank == 0:
+        errors = {name: kernel_error(name, *sizes) for name in names}
+        for name, error in errors.items():
+            if error and auto and name in PACKAGES:
+                job.say(f"notice    kernel {name} is not used: {error}")
+        right = [name for name in names if errors[name] is None]
+        best = [min(right, key=lambda name: kernel_seconds(name, *sizes)) if len(right) > 1
+                else right[0] if right else None]
+        fault = None if right else f"kernel {names[-1]} cannot be used here: {errors[names[-1]]}"
+    agree(job, fault)
+    dist.broadcast_object_list(best, src=0)
+    return best[0]
+
+
+def installed(package):
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # find_spec("a.b") where there is no a
+        return False
+
+
+def kernel_seconds(name, u, n, d, dtype, device, S=8192):
+    """Seconds that kernel `name` takes forward and backward over S tokens."""
+    q, k, v = (torch.randn(S, heads, d, device=device, dtype=dtype) for heads in (u, n, n))
+    for _ in range(3):  # the first ones warm up
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        o, lse = upipe.flash_forward(q, k, v, name)
+        upipe.flash_backward(o, q, k, v, o, lse, name)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+    return seconds
 
 
 # 6. The plan --------------------------------------------------------------------------------------
@@ -852,32 +933,26 @@ def few_spans(n, tile, spans=upipe.tile_spans):
     return spans[:2] + spans[2:][-1:]
 
 
-@dataclass
-class Report:
-    """What a simulated or measured step needs, per rank."""
-    device: int     # bytes at the peak
-    host: int       # bytes: parked tensors, and with --offload-params weights and optimizer
-    part: str       # when: the part of the step,
-    where: str      # and the place in it
-    kinds: dict     # what was there then: kind -> bytes
-    timeline: list  # [(bytes, kinds), ...] over one step
+def prepare(job, config, args):
+    """Model, optimizer and tokens as in the middle of a run: AdamW's moments exist."""
+    model, optimizer = build(config, args, job)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    s = -(-args.ctx // job.cp)
+    return model, optimizer, torch.randint(config.vocab_size, (s,), device=job.device)
 
 
 def metered_step(job, config, args, recipe):
-    """Build the model and watch a step of it -> Meter. On fake tensors or real ones, it is the same.
+    """Watch one step of a new model -> Meter. On fake tensors or real ones, it is the same.
 
     The update itself is left out: fused AdamW works in place, in memory that is there by then."""
-    model, optimizer = build(config, args, job)
-    tokens = torch.zeros(-(-args.ctx // job.cp), dtype=torch.int64, device=job.device)
+    model, optimizer, tokens = prepare(job, config, args)
     with Meter(model, args.offload_params) as meter:
         meter.name(model.parameters(), "parameters")
-        for p in model.parameters():  # one update by nothing, so that AdamW's moments exist
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        states = [x for state in optimizer.state.values() for x in state.values()]
-        meter.name((x for x in states if torch.is_tensor(x)), "optimizer")
-        optimizer.zero_grad()
-        meter.reset()
+        moments = [x for state in optimizer.state.values() for x in state.values()]
+        meter.name((x for x in moments if torch.is_tensor(x)), "optimizer")
         for _ in range(min(2, args.grad_accum)):
             model(tokens, tokens, recipe, total=args.ctx).backward()
     return meter
@@ -976,7 +1051,7 @@ def verdict(config, args, recipe, report, world):
 
 def too_large(config, args, recipe):
     """Why this job cannot fit, and what would, or None: the dry run, before every run."""
-    world = launched()[1]
+    world = args.world
     report = plan_memory(config, args, recipe, world)
     fits, text = verdict(config, args, recipe, report, world)
     if fits:
@@ -1062,7 +1137,12 @@ def road(config, args, job=None):
         here = copy_of(args, **state)
         recipe = recipe_of(here)
         if job:
-            rows.append((name, recipe, *measure(config, here, recipe, job)))
+            row = meet(here, job.world, job.device)
+            if not here.fsdp:  # everyone has the whole model: FSDP over a group of one
+                row.everyone = init_device_mesh(job.device.type, (job.world, 1),
+                                                mesh_dim_names=("all", "one"))["one"]
+            seen, seconds = measure(config, here, replace(recipe, group=row.group), row)
+            rows.append((name, recipe, seen, seconds and row.dp * here.ctx / seconds))
         else:
             world = args.world if here.fsdp else 1
             rows.append((name, recipe, plan_memory(config, here, recipe, world, args.full), None))
@@ -1070,19 +1150,14 @@ def road(config, args, job=None):
 
 
 def measure(config, args, recipe, job):
-    """A row of the road for real: (Report, tokens/s); (None, None) if a GPU is too small for it.
+    """A step for real: (Report, seconds); (None, None) if the GPU is too small for it.
 
     On a CPU the peak is the meter's, on CUDA the allocator's."""
-    job = meet(args, job.world, job.device)
-    if not args.fsdp:  # everyone has the whole model: FSDP over a group of one
-        job.everyone = init_device_mesh(job.device.type, (job.world, 1),
-                                        mesh_dim_names=("all", "one"))["one"]
-    recipe, cuda = replace(recipe, group=job.group), job.device.type == "cuda"
+    cuda = job.device.type == "cuda"
     try:
-        model, optimizer = build(config, args, job)
-        tokens = torch.zeros(-(-args.ctx // job.cp), dtype=torch.int64, device=job.device)
+        model, _, tokens = prepare(job, config, args)
         for _ in range(2):  # one to warm up, one that counts
-            optimizer.zero_grad()
+            model.zero_grad()
             dist.barrier()
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
@@ -1093,12 +1168,10 @@ def measure(config, args, recipe, job):
             dist.barrier()
             seconds = time.perf_counter() - begin
         if cuda:
-            device, host = torch.cuda.max_memory_allocated(), model.store.slab_bytes
-            seen = Report(device, host, "measured", {}, [])
-        else:
-            del model, optimizer
-            seen = report_of(metered_step(job, config, args, recipe))
-        return seen, job.dp * args.ctx / seconds
+            peak = torch.cuda.max_memory_allocated()
+            return Report(peak, model.store.slab_bytes, "measured", {}, []), seconds
+        del model
+        return report_of(metered_step(job, config, args, recipe)), seconds
     except torch.OutOfMemoryError:
         return None, None
 
@@ -1152,6 +1225,56 @@ def plot_road(path, rows, args):
               title=f"{rows[-1][0]}, over one step")
     right.legend(loc="upper left", fontsize="small")
     figure.savefig(path, dpi=120)
+
+
+# One rank of many: on a single GPU, all that one rank of a larger job does. The other ranks are not
+# there (the "fake" process group again), but everything else is: shapes, kernels, copies, memory.
+
+
+def stand_in():
+    """Let collectives bring this rank's own data, as if all ranks had the same: finite numbers, at
+    the cost of a copy."""
+    def all_gather_into_tensor(out, x, **_):
+        out.view(-1, x.numel()).copy_(x.reshape(1, -1).expand(out.numel() // x.numel(), -1))
+
+    def reduce_scatter_tensor(out, x, **_):
+        out.copy_(x.view(-1)[:out.numel()].view_as(out))
+
+    def all_to_all_single(out, x, **_):
+        out.copy_(x)
+    for collective in (all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single):
+        setattr(dist, collective.__name__, collective)
+
+
+def one_rank(config, args, recipe, job):
+    """--one-rank-of: one step of rank 0, measured, beside what the dry run says of it."""
+    stand_in()
+    seen, seconds = measure(config, args, recipe, job)
+    if seen is None:
+        raise torch.OutOfMemoryError
+    dist.destroy_process_group()
+    plan = plan_memory(config, args, recipe, job.world)
+    flops = 3 * sum(forward_flops(config, args.ctx)) / job.cp
+    card, peak = peak_flops(job, args)
+    print(f"measured  {seconds:.2f} s a step, {args.ctx / seconds:,.0f} tokens/s"
+          + (f", MFU {flops / seconds / peak:.1%} of {card}" if peak else "") +
+          f"\nmemory    {seen.device / GIB:.3f} GiB measured, {plan.device / GIB:.3f} simulated "
+          f"({seen.device / plan.device - 1:+.1%})\n"
+          f"host      {seen.host / GIB:.3f} GiB measured, {plan.host / GIB:.3f} simulated")
+    if args.json:
+        Path(args.json).write_text(json.dumps(dict(
+            seconds=seconds, tokens_per_second=args.ctx / seconds, device_bytes=seen.device,
+            simulated_device_bytes=plan.device, host_bytes=seen.host, kernel=recipe.kernel,
+            simulated_host_bytes=plan.host, mfu=flops / seconds / peak if peak else None)))
+
+
+def peak_flops(job, args):
+    """(name of the card, its dense bfloat16 FLOP/s), or (name, None) where that is not known."""
+    if job.device.type != "cuda":
+        return "this CPU", None
+    card = torch.cuda.get_device_name(job.device)
+    known = (f for name, f in PEAK_FLOPS.items() if name in card and args.dtype == "bfloat16")
+    return card, next(known, None)
 
 
 # 10. Weights in and out ---------------------------------------------------------------------------
@@ -1651,7 +1774,7 @@ def refuse_early(args, config):
 def settle(args):
     """Model, recipe and tokenizer, or BadInput: flags, files and machine, but no other rank."""
     _, world, _, local_world = launched()
-    world = args.world = (args.world or 8) if args.dry_run else world
+    world = args.world = (args.world or 8) if args.dry_run else args.one_rank_of or world
     args.cp = args.cp or world
     if world % args.cp:
         legal = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
@@ -1712,9 +1835,7 @@ def fit(job, args, config, recipe, model, optimizer, data, run):
     """Train from run.step to --steps -> whether it came so far: a signal ends it after any step."""
     tokens = args.grad_accum * job.dp * args.ctx
     flops = 3 * sum(forward_flops(config, args.ctx)) * args.grad_accum * job.dp
-    card = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else ""
-    peak = next((f for name, f in PEAK_FLOPS.items()
-                 if name in card and args.dtype == "bfloat16"), None)
+    _, peak = peak_flops(job, args)
     blocks = config.n_layers * args.grad_accum * (1 + backward_passes(recipe)[0])
     ahead = run.drawn - run.step * args.grad_accum * job.dp
     log, stop = Log(job, args.log, run.step), Stop() if args.save else None
@@ -1794,10 +1915,13 @@ def main(argv=None):
             job.say("notice    this GPU does not compute in bfloat16: float32 instead")
             args.dtype = "float32"
 
+    recipe = replace(recipe, kernel=pick_kernel(config, args, job, recipe))
     print_plan(config, args, job, recipe)
     if job.rank == 0 and job.device.type == "cpu" and not args.force:
         fault = fault or too_slow(config, args, job, recipe)
     agree(job, fault)
+    if args.one_rank_of:
+        return one_rank(config, args, recipe, job)
     if args.road:
         rows = road(config, args, job)
         return travel(rows, args) if job.rank == 0 else None
