@@ -8,9 +8,9 @@ fits on eight 80 GB GPUs. Nothing is approximated: every recipe gives plain atte
 Symbols, used in every shape comment (small letters are one rank's part):
     S  tokens in the whole sequence   C  ranks that share it        s = S/C  tokens on one rank
     D  model width   L  layers        H, K  query, key/value heads  G = H/K  d  size of one head
-    U  query heads in one stage, counted over all ranks             u = U/C  V  vocabulary  F  MLP width
-There is no batch dimension: at these lengths the batch is one sequence. Activations are [s, D], heads
-[S, u, d]. `p` is the Pass: sizes, recipe, buffers; all that a block must know beside x and weights.
+    U  query heads in one stage, over all ranks: u = U/C a rank     V  vocabulary  F  MLP width
+There is no batch dimension: at these lengths the batch is one sequence. Activations are [s, D],
+heads [S, u, d]. `p` is the Pass: sizes, recipe, buffers; what a block knows beside x and weights.
 
 Contents, in the order in which the memory runs out:
     1. Config and recipe     every size and every switch, and what is legal
@@ -23,12 +23,13 @@ Contents, in the order in which the memory runs out:
     8. UPipe                 walk the heads in stages that reuse the same buffers
     9. The lean block        all of it together, with a backward pass written by hand
 
-Words: a *stage* is heads, a *tile* is tokens, a *segment* is blocks, a *slab* is host memory; *park*
-and *fetch* move a tensor to the host and back. A gradient is d + name (dq), the log-sum-exp is lse.
+Words: a *stage* is heads, a *tile* is tokens, a *segment* is blocks, a *slab* is host memory;
+*park* and *fetch* move a tensor to the host and back. A gradient is d + name (dq), the log-sum-exp
+of the scores is lse.
 
 Not here: FSDP (a paragraph in part 2; it is torch's `fully_shard`, applied in train.py), dropout, a
-key/value cache, attention that is not causal, more than one sequence per call (accumulate gradients,
-add data-parallel ranks, or pack documents into one sequence).
+key/value cache, attention that is not causal, more than one sequence per call (accumulate
+gradients, add data-parallel ranks, or pack documents into one sequence).
 
 Read beside it: DeepSpeed Ulysses, arXiv 2309.14509; Untied Ulysses (UPipe), arXiv 2602.21196; ALST
 (sequence tiling), arXiv 2506.13996; FlashAttention-2, arXiv 2307.08691; sublinear memory, arXiv
@@ -57,7 +58,8 @@ IGNORE = -100  # the label of a token that is not to be predicted
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a Llama- or Qwen3-shaped model. Raises ValueError for sizes that fit no model."""
+    """The sizes of a Llama- or Qwen3-shaped model. Raises ValueError for sizes that fit no
+    model."""
     vocab_size: int                # V
     dim: int                       # D
     n_layers: int                  # L
@@ -100,13 +102,13 @@ PRESETS = {  # V, D, L, H, K, d, F
 class Recipe:
     """Every memory switch. `Recipe()` is the plain transformer; each switch is a part below."""
     attention: str = "plain"      # "plain" (C = 1), "ulysses" (U = H) or "upipe"
-    heads_per_stage: int = 0      # U over all ranks, for upipe; 0 = C: one head a rank, least memory
+    heads_per_stage: int = 0      # U over all ranks, for upipe; 0 = C, the least memory
     checkpoint: int = 0           # 0 = autograd keeps what it likes; k = one tensor per k blocks
     keep_attention: bool = False  # with checkpoint 1: attention's output too: never run it twice
     offload: bool = False         # with checkpoint >= 1: what is kept waits on the host
     stream: bool = False          # with offload: backward reads x and dy from there, tile by tile
     tile: int = 0                 # tokens per tile in all that works token by token; 0 = no tiles
-    kernel: str = "auto"          # attention kernel, a name in KERNELS; "auto" = by device and dtype
+    kernel: str = "auto"          # a name in KERNELS; "auto" = by device and dtype
     group: Any = None             # ProcessGroup of the C ranks; None = the default one, or one rank
 
     def stage_heads(self, config, C):
@@ -157,9 +159,9 @@ def legal_ranks(H, K):
 
 
 def legal_stage_heads(H, K, C):
-    """The legal U. A rank has H/C query heads and max(1, K/C) kv heads; G' = min(G, H/C) query heads
-    read one kv head. A stage's u heads are a part of those (u | G') or all of n kv heads' (u = n G',
-    n | max(1, K/C))."""
+    """The legal U. A rank has H/C query heads and max(1, K/C) kv heads; G' = min(G, H/C) query
+    heads read one kv head. A stage's u heads are a part of those, u | G', or all of n kv heads',
+    u = n G' with n | max(1, K/C)."""
     group, kv = min(H // K, H // C), max(1, K // C)
     whole = lambda u: u % group == 0 and kv % (u // group) == 0
     return [u * C for u in range(1, H // C + 1) if group % u == 0 or whole(u)]
@@ -175,11 +177,11 @@ def group_size(group):
 
 
 def shard(tokens, labels, group=None):
-    """This rank's slice of one sequence, [S] -> [s] int64, with the same s = ceil(S/C) on each rank.
+    """This rank's slice of one sequence: tokens, labels [S] int64 -> [s], s = ceil(S/C) everywhere.
 
-    labels[i] is what position i must predict. The shift by one is done on the whole sequence, before
-    this split: inside a shard, the first token of the next one would be lost. The end is padded with
-    ignored labels; attention is causal, so no real token ever sees the padding."""
+    labels[i] is what position i must predict. The shift by one is done on the whole sequence,
+    before this split: inside a shard, the first token of the next one would be lost. The end is
+    padded with ignored labels; attention is causal, so no real token ever sees the padding."""
     C = group_size(group)
     rank = dist.get_rank(group) if C > 1 else 0
     s = -(-len(tokens) // C)
@@ -190,17 +192,18 @@ def shard(tokens, labels, group=None):
 # 2. The transformer -------------------------------------------------------------------------------
 #
 # Norm, attention, norm, MLP. Modules own the parameters, under Hugging Face's names; the arithmetic
-# is in functions of (activations, weights), because parts 7 to 9 call them tile by tile and stage by
-# stage. What autograd keeps of one block for the backward pass, in units of s x D (llama3-8b: H d = D,
-# K d = D/4, F = 3.5 D):
+# is in functions of (activations, weights), because parts 7 to 9 call them tile by tile and stage
+# by stage. What autograd keeps of one block for the backward pass, in units of s x D (llama3-8b: H
+# d = D, K d = D/4, F = 3.5 D):
 #     norm: input and output 2 | q, k, v and their unrotated forms 3 | attention's output 1
 #     h and its norm 2 | MLP: gate, up, silu(gate) and the product 14      -> 22
 # At 5M tokens s x D is 40 GiB on one rank: 22 x 40 GiB x 32 blocks = 27 TiB. Parts 3 to 9 leave 2.
 #
-# FSDP comes first on the road: 8 billion parameters, their gradients and AdamW's two moments are 120
-# GiB in float32, and no token has been read yet. `fully_shard` (train.py) leaves each of N ranks 1/N
-# of that, and gathers a block's weights just before they are used. The model knows nothing of it; it
-# keeps one rule, to read a weight only inside the forward of the module that owns it.
+# FSDP comes first on the road: 8 billion parameters, their gradients and AdamW's two moments are
+# 120 GiB in float32, and no token has been read yet. `fully_shard` (train.py) leaves each of N
+# ranks 1/N of that, and gathers a block's weights just before they are used. The model knows
+# nothing of it; it keeps one rule, to read a weight only inside the forward of the module that owns
+# it.
 
 
 def rms_norm(x, weight, eps):  # [..., D], [D] -> [..., D]; in at least float32, rounded once
@@ -212,8 +215,8 @@ def rotary(config, positions, dtype=torch.float32):
     """Rotary tables for `positions` [s]: cos and sin of position x frequency, [s, 2, d/2].
 
     In float64 and only then rounded to `dtype`: at position 5M, the product in float32 is off by up
-    to 0.3 rad. Made anew for every pass: a buffer of the model would be lost when the model is built
-    on the meta device. Sources: RoFormer, arXiv 2104.09864, section 3.4; arXiv 2407.21783."""
+    to 0.3 rad. Made anew for every pass: a buffer of the model would be lost when the model is
+    built on the meta device. Sources: RoFormer, arXiv 2104.09864, section 3.4; arXiv 2407.21783."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=positions.device)
     frequency = config.rope_theta ** -(exponents / config.head_dim)
     if scaling := config.rope_scaling:
@@ -379,7 +382,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed=0):
-        """Normal(0, 1/sqrt(D)); what a block adds to the residual stream 1/sqrt(2L) of that; norms 1.
+        """Normal(0, 1/sqrt(D)); what a block adds to the residual stream 1/sqrt(2L) of that; norms
+        1.
 
         A parameter depends on (seed, its name) alone, whatever the number of ranks: each rank draws
         all of it and keeps its shard, one matrix at a time."""
@@ -393,7 +397,7 @@ class GPT(nn.Module):
             generator = torch.Generator(p.device).manual_seed(int.from_bytes(digest[:7], "big"))
             whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
             whole.normal_(0, std, generator=generator)
-            if isinstance(p, DTensor):  # cut this rank's shard out; src_data_rank=None sends nothing
+            if isinstance(p, DTensor):  # cut out this rank's shard; None: nothing is sent
                 whole = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
             p.copy_(whole)
 
@@ -414,7 +418,7 @@ class GPT(nn.Module):
             total = (labels != IGNORE).sum()
             if p.C > 1:
                 dist.all_reduce(total, group=recipe.group)
-            total = total.clamp(min=1)  # no label anywhere: loss 0, gradients 0
+        total = torch.as_tensor(total).clamp(min=1)  # no label anywhere: loss 0, gradients 0
         return self._losses(tokens, labels, p).sum() / total
 
     def token_losses(self, tokens, labels, recipe, docs=None):
@@ -422,7 +426,8 @@ class GPT(nn.Module):
         return self._losses(tokens, labels, self._start(tokens, recipe, docs))
 
     def logits(self, tokens, recipe, docs=None):
-        """[s] -> [s, V] in at least float32. FSDP: register_fsdp_forward_method(model, "logits")."""
+        """[s] -> [s, V] in at least float32. FSDP: register_fsdp_forward_method(model,
+        "logits")."""
         p = self._start(tokens, recipe, docs)
         return self._run(tokens, p, lambda x, head: tiled(
             logits, p, x, None, self.norm.weight, head))
@@ -459,7 +464,8 @@ class GPT(nn.Module):
 
 
 def document_edges(starts, S):
-    """Starts of documents in a sequence of S tokens -> int32 edges [0, ..., S]. Raises ValueError."""
+    """Starts of documents in a sequence of S tokens -> int32 edges [0, ..., S]. Raises
+    ValueError."""
     starts = torch.as_tensor(starts, dtype=torch.int64)
     edges = F.pad(starts, (0, 1), value=S)
     if starts.dim() != 1 or len(starts) == 0 or starts[0] != 0 or (edges.diff() <= 0).any():
@@ -475,10 +481,10 @@ def document_edges(starts, S):
 # output, one number for each query: the log-sum-exp of its scores. This is all the backward pass
 # needs, for a probability is P = exp(score - lse), computed again block by block:
 #     dv = P^T do     dP = do v^T     dS = P (dP - rowsum(do o))     dq = dS k     dk = dS^T q
-# (FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2.) The kernels are not ours to write. Ours is
-# to hand them what they can take: contiguous tensors, since a strided do has given wrong gradients
-# in silence, and fewer than 2^31 elements, since they index with 32 bits in places (flash-attention
-# issues 767, 1841, 2611).
+# (FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2.) The kernels are not ours to write. Ours
+# is to hand them what they can take: contiguous tensors, since a strided do has given wrong
+# gradients in silence, and fewer than 2^31 elements, since they index with 32 bits in places
+# (flash-attention issues 767, 1841, 2611).
 
 
 class Kernel(NamedTuple):
@@ -490,11 +496,12 @@ class Kernel(NamedTuple):
 
 
 def aten_kernel(forward, backward):
-    """A Kernel from aten's form: [batch, heads, S, d], a kv head for every query head, no documents.
+    """A Kernel from aten's form: [batch, heads, S, d], a kv head for every query head, no
+    documents.
 
-    The n kv heads become the batch, each repeated by a view for its u/n query heads; the gradients of
-    the repetitions are summed. Documents are worked through one by one."""
-    batched = lambda x, n: x.unflatten(1, (n, -1)).permute(1, 2, 0, 3)  # [S, u, d] -> [n, u/n, S, d]
+    The n kv heads become the batch, each repeated by a view for its u/n query heads; the gradients
+    of the repetitions are summed. Documents are worked through one by one."""
+    batched = lambda x, n: x.unflatten(1, (n, -1)).permute(1, 2, 0, 3)  # [n, u/n, S, d]
     packed = lambda x: x.permute(2, 0, 1, 3).flatten(1, 2).contiguous()  # and back; n = 1: no copy
 
     def fwd(q, k, v):
@@ -530,8 +537,8 @@ def spans(edges, S):
 
 
 def torch_kernel(impl=None):
-    """torch's own flash kernel, or FlashAttention 3 or 4 ("FA3", "FA4", packages of their own), which
-    torch lets take its place behind the same two operators."""
+    """torch's own flash kernel, or FlashAttention 3 or 4 ("FA3", "FA4", packages of their own),
+    which torch lets take its place behind the same two operators."""
     def select():
         if attention.current_flash_attention_impl() != impl:
             attention.activate_flash_attention_impl(impl) if impl else (
@@ -657,20 +664,20 @@ class FlashAttention(torch.autograd.Function):
 
 # 4. Ulysses ---------------------------------------------------------------------------------------
 #
-# Split the sequence: rank r owns tokens r*s .. (r+1)*s - 1. Norms, projections and the MLP never look
-# at a neighbour; attention does. For the time of the attention, Ulysses gives each rank *all* tokens
-# of H/C heads, by one all-to-all:
+# Split the sequence: rank r owns tokens r*s .. (r+1)*s - 1. Norms, projections and the MLP never
+# look at a neighbour; attention does. For the time of the attention, Ulysses gives each rank *all*
+# tokens of H/C heads, by one all-to-all:
 #
 #                  my tokens, all heads                          all tokens, my heads
 #     tokens 0   | rank 0: heads 0  1  2  3 |   all-to-all   | rank 0: 0 1 | rank 1: 2 3 |  tokens 0
 #     tokens 1   | rank 1: heads 0  1  2  3 |    <------>    | rank 0: 0 1 | rank 1: 2 3 |  tokens 1
 #
-# Nothing is transposed on arrival: the send buffer is [C, s, u, d], destination first. It arrives as
-# [C, s, u, d], source first; and since sources own consecutive tokens, that *is* [S, u, d]. The way
-# back is the same call, so each direction is the other's gradient.
+# Nothing is transposed on arrival: the send buffer is [C, s, u, d], destination first. It arrives
+# as [C, s, u, d], source first; and since sources own consecutive tokens, that *is* [S, u, d]. The
+# way back is the same call, so each direction is the other's gradient.
 #
-# There are only K kv heads. If K >= C, each rank gets K/C of them. If K < C, C/K ranks share one: each
-# gets a replica, and the replicas' gradients are summed on the way home.
+# There are only K kv heads. If K >= C, each rank gets K/C of them. If K < C, C/K ranks share one:
+# each gets a replica, and the replicas' gradients are summed on the way home.
 #
 # Activations fall by C: from 27 TiB to 3.4 TiB a rank at C = 8. It still does not nearly fit.
 
@@ -701,8 +708,8 @@ class AllToAll(torch.autograd.Function):
 
 
 def seq_to_heads(x, group=None):
-    """From "my tokens, all heads" to "all tokens, my heads": [C, s, u, d], destination rank first ->
-    [S, u, d] in order. The gradient is heads_to_seq. Raises ValueError if x.shape[0] is not C.
+    """From "my tokens, all heads" to "all tokens, my heads": [C, s, u, d], destination rank first
+    -> [S, u, d] in order. The gradient is heads_to_seq. Raises ValueError if x.shape[0] is not C.
     Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3."""
     if x.shape[0] != group_size(group):
         raise ValueError(f"x.shape[0]={x.shape[0]} must be the group's size {group_size(group)}")
@@ -738,17 +745,17 @@ def ulysses_attention(x, p, norm1, wq, wk, wv, q_norm, k_norm):
 # 5. Offload ---------------------------------------------------------------------------------------
 #
 # What the backward pass needs from the forward pass is not needed in between, and a host has 2 TB:
-# *park* it there and *fetch* it just in time. A copy hides behind computation only if the host memory
-# is pinned and the copy is on a stream of its own. Two traps:
-#   - torch's allocator of pinned memory rounds up to a power of two: 5 GiB pin 8. Slabs here are plain
-#     memory of the exact size, registered with CUDA.
+# *park* it there and *fetch* it just in time. A copy hides behind computation only if the host
+# memory is pinned and the copy is on a stream of its own. Two traps:
+#   - torch's allocator of pinned memory rounds up to a power of two: 5 GiB pin 8. Slabs here are
+#     plain memory of the exact size, registered with CUDA.
 #   - a tensor must not be freed while it is being copied, nor a slab filled while it is being read.
-#     The first is what record_stream says; the second cannot be, as all copies queue on one stream.
+#     The first is what record_stream says; the second cannot be: all copies queue on one stream.
 
 
 class HostStore:
-    """Slabs of host memory for parked tensors. A slab goes back to the free list when its tensor dies:
-    fetched, or its graph dropped, or an exception. Nothing has to be called between steps."""
+    """Slabs of host memory for parked tensors. A slab goes back to the free list when its tensor
+    dies: fetched, or its graph dropped, or an exception. Nothing has to be called between steps."""
 
     def __init__(self):
         self.free = defaultdict(list)  # bytes -> slabs of that size that nobody uses
@@ -884,7 +891,7 @@ class Kept(list):
         """Hand it all over, once. Raises RuntimeError the second time."""
         if not self:
             raise RuntimeError("a second backward pass over the same step: the first has used up"
-                               " what was kept. Run the forward pass again (retain_graph is no help)")
+                               " what was kept. Run forward again (retain_graph is no help)")
         kept = list(self)
         self.clear()
         return kept
@@ -906,17 +913,18 @@ def restore(x):
 
 # 6. Checkpointing ---------------------------------------------------------------------------------
 #
-# Of a block's 22 s D one must be kept: its input. The rest can be computed again in the backward pass,
-# at the price of one more forward pass (arXiv 1604.06174). In its simplest form:
+# Of a block's 22 s D one must be kept: its input. The rest can be computed again in the backward
+# pass, at the price of one more forward pass (arXiv 1604.06174). In its simplest form:
 #
 #     def forward(ctx, x, block):        def backward(ctx, dy):
 #         ctx.x, ctx.block = x, block        x = ctx.x.detach().requires_grad_()
 #         return block(x)                    torch.autograd.backward(ctx.block(x), dy)
-#                                            return x.grad, None   # weights' .grad: as a side effect
+#                                            return x.grad, None   # and weights' .grad
 #
-# Segment is that for k blocks in a row. While they run again, each keeps its input and its attention
-# output (part 9), so that nothing runs a third time. Two levels: the inputs of L/k segments wait, and
-# 2k tensors for the blocks of the one at work. With L = 32 and k = 4 that is 16 tensors, not 32.
+# Segment is that for k blocks in a row. While they run again, each keeps its input and its
+# attention output (part 9), so that nothing runs a third time. Two levels: the inputs of L/k
+# segments wait, and 2k tensors for the blocks of the one at work. With L = 32 and k = 4 that is 16
+# tensors, not 32.
 
 
 class Segment(torch.autograd.Function):
@@ -959,8 +967,8 @@ class Segment(torch.autograd.Function):
 
 
 def made_here(dx):
-    """Mark a gradient that one Function of this file makes for the one before it, which may then work
-    in its memory. (Who catches such a tensor in a hook must copy it to keep it.)"""
+    """Mark a gradient that one Function of this file makes for the one before it, which may then
+    work in its memory. (Who catches such a tensor in a hook must copy it to keep it.)"""
     dx.made_here = True
     return dx
 
@@ -974,14 +982,14 @@ def own(dy):
 # 7. Sequence tiling -------------------------------------------------------------------------------
 #
 # The head is the smallest complete example: at 5M on 8 ranks, [s, V] logits in float32 are 313 GiB.
-# But a token's loss needs only that token's logits. So take a tile of tokens, compute logits and losses
-# and drop the logits; in the backward pass do it again, and get the tile's gradients by ordinary
-# autograd. All that works token by token can be done so: norms, projections, MLP (ALST, arXiv
-# 2506.13996, section 3).
+# But a token's loss needs only that token's logits. So take a tile of tokens, compute logits and
+# losses and drop the logits; in the backward pass do it again, and get the tile's gradients by
+# ordinary autograd. All that works token by token can be done so: norms, projections, MLP (ALST,
+# arXiv 2506.13996, section 3).
 #
-# One care: a weight's gradient is the sum over all tiles. Rounded to bfloat16 after each tile, it would
-# lose digits with every one. It adds up in float32, and goes to autograd once: FSDP expects just one
-# gradient per weight and pass.
+# One care: a weight's gradient is the sum over all tiles. Rounded to bfloat16 after each tile, it
+# would lose digits with every one. It adds up in float32, and goes to autograd once: FSDP expects
+# just one gradient per weight and pass.
 
 
 class Tiled(torch.autograd.Function):
@@ -1049,24 +1057,24 @@ class WeightGrads:
 
 # 8. UPipe -----------------------------------------------------------------------------------------
 #
-# What is left is attention. Ulysses holds q, k, v, o and all their gradients for its H/C heads at once:
-# at 5M, llama3-8b on 8 ranks, each is 5 GiB, and at the backward kernel there are about ten. But heads
-# know nothing of each other. UPipe ("Untied Ulysses", arXiv 2602.21196) takes U of them at a time, a
-# *stage*: project, all-to-all, attend, all-to-all; and the next stage writes over the same buffers.
-# With U = C a rank works on one head: 1.25 GiB where it was 5, and no term grows with H any more. The
-# arithmetic and the traffic are those of Ulysses, which is U = H in the code below.
+# What is left is attention. Ulysses holds q, k, v, o and all their gradients for its H/C heads at
+# once: at 5M, llama3-8b on 8 ranks, each is 5 GiB, and at the backward kernel there are about ten.
+# But heads know nothing of each other. UPipe ("Untied Ulysses", arXiv 2602.21196) takes U of them
+# at a time, a *stage*: project, all-to-all, attend, all-to-all; and the next stage writes over the
+# same buffers. With U = C a rank works on one head: 1.25 GiB where it was 5, and no term grows with
+# H any more. The arithmetic and the traffic are those of Ulysses, which is U = H in the code below.
 #
-# Grouped queries fix the order. Rank r owns query heads r*H/C .. and the kv heads they read. It loads
-# kv heads once, walks the query heads that read them, adds up dk and dv on the way and sends them home
-# once. The query heads of a stage are hence not neighbours in wq: each rank contributes the next of its
-# own. Query head i reads kv head i // G, always. (The paper's code pairs them by their place in the
-# stage: harmless from a random start, silently wrong for released weights.)
+# Grouped queries fix the order. Rank r owns query heads r*H/C .. and the kv heads they read. It
+# loads kv heads once, walks the query heads that read them, adds up dk and dv on the way and sends
+# them home once. The query heads of a stage are hence not neighbours in wq: each rank contributes
+# the next of its own. Query head i reads kv head i // G, always. (The paper's code pairs them by
+# their place in the stage: harmless from a random start, silently wrong for released weights.)
 
 
 def stages(H, K, C, U):
     """One rank's schedule: [(kv heads to load, [query heads of a stage, ...]), ...], slices of the
-    rank's own heads. On rank r, query head i is head r*H/C + i of the model; kv head j is r*K/C + j,
-    or with K < C, where it is a replica, r*K//C.
+    rank's own heads. On rank r, query head i is head r*H/C + i of the model; kv head j is r*K/C +
+    j, or with K < C, where it is a replica, r*K//C.
 
     >>> stages(H=8, K=2, C=2, U=4)  # a rank has one kv head, four query heads, takes two at a time
     [(slice(0, 1, None), [slice(0, 2, None), slice(2, 4, None)])]
@@ -1089,7 +1097,8 @@ class StageBuffers:
     def take(self, role, shape, like):
         """A contiguous tensor in the memory of `role`, dtype and device of `like`; not cleared."""
         size, flat = math.prod(shape), self.flat.pop(role, None)
-        if flat is None or len(flat) < size or (flat.dtype, flat.device) != (like.dtype, like.device):
+        kind = like.dtype, like.device
+        if flat is None or len(flat) < size or (flat.dtype, flat.device) != kind:
             flat = None  # the old memory goes first: never both
             flat = torch.empty(size, dtype=like.dtype, device=like.device)
         self.flat[role] = flat
@@ -1097,7 +1106,8 @@ class StageBuffers:
 
 
 def exchange(role, parts, p):
-    """All-to-all of parts, which yields (a, b, [t, C, n, d]): -> [S, n, d], in the buffer of `role`.
+    """All-to-all of parts, which yields (a, b, [t, C, n, d]): -> [S, n, d], in the buffer of
+    `role`.
 
     The one copy is here, where rows are sorted by destination; on arrival there is none."""
     send = None
@@ -1111,15 +1121,16 @@ def exchange(role, parts, p):
 
 
 def send_home(x, p):
-    """The reverse: what a kernel made, [S, n, d] -> [s, C, n, d], my tokens by the rank that worked on
-    them. In the send buffer, which is free by now."""
+    """The reverse: what a kernel made, [S, n, d] -> [s, C, n, d], my tokens by the rank that worked
+    on them. In the send buffer, which is free by now."""
     x = x.unflatten(0, (p.C, p.s))
     out = p.buffers.take("send", x.shape, x) if p.C > 1 else None
     return all_to_all(x, p.recipe.group, out).transpose(0, 1)
 
 
 def load(role, mine, x, w, p):
-    """Project heads `mine` of every rank and exchange them: x [s, D] -> [S, n, d], role q, k or v."""
+    """Project heads `mine` of every rank and exchange them: x [s, D] -> [S, n, d], role q, k or
+    v."""
     weight, head_norm, rope = dict(q=(w.wq, w.q_norm, p.rope), k=(w.wk, w.k_norm, p.rope),
                                    v=(w.wv, None, None))[role]
     d = p.config.head_dim
@@ -1159,12 +1170,12 @@ def attention_forward(x, w, p):
 
 
 def attention_backward(x, o, lse, do_parts, dq, w, p):
-    """Back through attention, stage by stage: fills dq [s, H, d], which may be o itself, and returns
-    dk, dv [s, K, d].
+    """Back through attention, stage by stage: fills dq [s, H, d], which may be o itself, and
+    returns dk, dv [s, K, d].
 
-    do_parts(mine) yields tiles of do for heads `mine`; the whole of do need never exist. q, k, v are
-    projected again. At its peak there are dq, dk, dv and 11 stage buffers: send, q, k, v, o, do, the
-    kernel's dq, dk, dv, the sums of dk and dv. Sends (4H + 4K) s d elements."""
+    do_parts(mine) yields tiles of do for heads `mine`; the whole of do need never exist. q, k, v
+    are projected again. At its peak there are dq, dk, dv and 11 stage buffers: send, q, k, v, o,
+    do, the kernel's dq, dk, dv, the sums of dk and dv. Sends (4H + 4K) s d elements."""
     K, d = p.config.n_kv_heads, p.config.head_dim
     o, dq = (y.unflatten(1, (p.C, -1)) for y in (o, dq))  # [s, C, H/C, d]
     dk, dv = (o.new_empty(p.s, K, d) for _ in range(2))
@@ -1197,8 +1208,8 @@ def collect(home, kv, parts, p):
 
 
 def project_backward(x, dq, dk, dv, dh, dx, w, p):
-    """Back through norm and projections, tile by tile: dx = dh + their part, in dh's memory if dx is
-    dh. Returns the gradients of w[:6]."""
+    """Back through norm and projections, tile by tile: dx = dh + their part, in dh's memory if dx
+    is dh. Returns the gradients of w[:6]."""
     dw = WeightGrads(w[:6])
     for (a, b, x_t), (_, _, dh_t) in zip(rows(x, p.tile), rows(dh, p.tile)):
         def project(x_t, norm1, wq, wk, wv, q_norm, k_norm):  # [t, D] -> [t, H, d], 2 x [t, K, d]
@@ -1212,7 +1223,8 @@ def project_backward(x, dq, dk, dv, dh, dx, w, p):
 
 
 class UPipeAttention(torch.autograd.Function):
-    """Attention in stages, without checkpointing: x [s, D] -> [s, H*d]. Keeps x, its output, lse."""
+    """Attention in stages, without checkpointing: x [s, D] -> [s, H*d]. Keeps x, its output,
+    lse."""
 
     @staticmethod
     def forward(ctx, x, p, *weights):
@@ -1235,16 +1247,17 @@ class UPipeAttention(torch.autograd.Function):
 
 # 9. The lean block --------------------------------------------------------------------------------
 #
-# Everything together. One Function is the whole block, for only who owns all its tensors can say when
-# each is dead. Forward: attention in stages, then output projection, residual and MLP in one walk over
-# the tiles. It keeps x, attention's output o and lse, on the host with `offload`. Backward:
+# Everything together. One Function is the whole block, for only who owns all its tensors can say
+# when each is dead. Forward: attention in stages, then output projection, residual and MLP in one
+# walk over the tiles. It keeps x, attention's output o and lse, on the host with `offload`.
+# Backward:
 #     (a) tile by tile: h again and back through the MLP: dy becomes dh, in place
 #     (b) stage by stage: q, k, v again and back through attention: dq takes the place of o
 #     (c) tile by tile: dq, dk, dv become dx, in place of dh
-# Of size s x D three are alive: x, dh (was dy, will be dx) and o (will be dq); and beside them dk, dv (2
-# s K d) and the stage buffers. With `stream`, x and dh wait on the host during (b), which reads their
-# tiles from there, once for each of its H/U stages: one is left. That costs nothing at a million tokens
-# and more, where a stage of attention takes longer than such a walk.
+# Of size s x D three are alive: x, dh (was dy, will be dx) and o (will be dq); and beside them dk,
+# dv (2 s K d) and the stage buffers. With `stream`, x and dh wait on the host during (b), which
+# reads their tiles from there, once for each of its H/U stages: one is left. That costs nothing at
+# a million tokens and more, where a stage of attention takes longer than such a walk.
 
 
 def lean_forward(x, w, p):
