@@ -798,8 +798,8 @@ class Parked:
             store.stream = torch.cuda.Stream(x.device)
         self.store, self.device = store, x.device
         self.slab = store.slab(x.nbytes)
-        store.bytes += x.nbytes
         self.host = self.slab.view(x.dtype).view(x.shape)
+        store.bytes += x.nbytes
         self.ahead = None  # (first rows on the device, event): a prefetch under way
         if x.is_cuda:
             store.stream.wait_stream(torch.cuda.current_stream())  # until x has been computed
@@ -813,8 +813,9 @@ class Parked:
         return len(self.host)
 
     def __del__(self):
-        self.store.bytes -= self.slab.numel()
-        self.store.free[self.slab.numel()].append(self.slab)
+        if hasattr(self, "host"):  # or there was no memory for a slab
+            self.store.bytes -= self.slab.numel()
+            self.store.free[self.slab.numel()].append(self.slab)
 
     def copy(self, a, b):
         """Start to bring rows a to b -> (device tensor, event that says when they are there)."""
