@@ -1204,27 +1204,57 @@ def plot_road(path, rows, args):
         raise BadInput("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     rows = [(name, report) for name, _, report, _ in rows if report]
-    usable = args.gpu_mem - RESERVED / GIB
-    sizes = [r.device / GIB for _, r in rows]
-    bars = left.bar([name for name, _ in rows], sizes,
-                    color=["tab:green" if size <= usable else "tab:red" for size in sizes])
-    left.bar_label(bars, [f"{size:,.0f}" for size in sizes])
-    left.axhline(usable, color="black", linestyle="--", label=f"{usable:.0f} GiB usable on a card")
-    left.set(yscale="log", ylabel="GiB per GPU at the peak",
+    name, last = rows[-1]
+    on_host = {"parked", *(BETWEEN_STEPS if args.offload_params else ())}
+    history = [{kind: size / GIB for kind, size in kinds.items() if kind not in on_host}
+               for _, kinds in last.timeline]  # a measured peak on CUDA has none
+    pyplot.rc("font", size=13)
+    figure, axes = pyplot.subplots(1, 2 if history else 1, figsize=(17, 6.5), squeeze=False,
+                                   layout="constrained")
+    left, usable = axes[0, 0], args.gpu_mem - RESERVED / GIB
+    sizes = [report.device / GIB for _, report in rows]
+    bars = left.barh([name for name, _ in rows], sizes, log=True,
+                     color=["tab:green" if size <= usable else "tab:red" for size in sizes])
+    left.axvline(usable, color="black", linestyle="--", label=f"{usable:.0f} GiB usable on a card")
+    digits = [3 if size < 1 else 1 if size < 100 else 0 for size in sizes]
+    labels = [f"{size:,.{n}f}" for size, n in zip(sizes, digits)]
+    for text in left.bar_label(bars, labels, padding=5):
+        text.set_backgroundcolor("white")  # it may lie on the line
+    left.set(xlabel="GiB per GPU at the peak", xlim=(min(sizes) / 8, max(sizes) * 10),
              title=f"{args.model}, {write_ctx(args.ctx)} tokens, {args.world} ranks")
-    left.tick_params(axis="x", rotation=35)
-    left.legend()
-    _, last = rows[-1]
-    kinds = sorted(last.kinds, key=last.kinds.get, reverse=True)
-    right.stackplot(range(len(last.timeline)),
-                    [[at.get(kind, 0) / GIB for _, at in last.timeline] for kind in kinds],
-                    labels=kinds)
-    right.set(xlabel="one step: forward, then backward", ylabel="GiB per GPU", xticks=[],
-              title=f"{rows[-1][0]}, over one step")
-    right.legend(loc="upper left", fontsize="small")
-    figure.savefig(path, dpi=120)
+    left.invert_yaxis()
+    left.legend(loc="lower right")
+    if history:
+        plot_step(axes[0, 1], history, pyplot.get_cmap("tab20").colors)
+        few = " of a model of fewer layers" if args.dry_run and not args.full else ""
+        axes[0, 1].set_title(f"{name}, over one step{few}")
+    figure.savefig(path, dpi=100)
+
+
+def plot_step(axes, history, colors):
+    """Memory over a step, stacked: below what stays between steps, above it the rest by size.
+
+    In a long one, most blocks are like their neighbours: of their passes, white gaps are left."""
+    head = next(i for i, kinds in enumerate(history) if kinds.get("logits tile"))
+    if len(history) > 300:
+        gap = [{}] * 4
+        history = history[:50] + gap + history[head - 30:head + 70] + gap + history[-80:]
+        head = 84
+    most = {kind: max(kinds.get(kind, 0) for kinds in history) for kind in set().union(*history)}
+    small = sorted(most, key=most.get)[:-13]
+    order = sorted(set(most) - set(small), key=lambda kind: (kind not in BETWEEN_STEPS, -most[kind]))
+    layers = {kind: [kinds.get(kind, 0) for kinds in history] for kind in order}
+    layers["other"] = [sum(kinds.get(kind, 0) for kind in small) for kinds in history]
+    axes.stackplot(range(len(history)), layers.values(), labels=layers, step="post",
+                   colors=[*colors[:14:2], *colors[16::2], *colors[1::2]])
+    axes.axvline(head, color="black", linewidth=1)
+    axes.set(ylabel="GiB per GPU", xlim=(0, len(history) - 1),
+             xticks=[head / 2, (head + len(history)) / 2],
+             xticklabels=["forward", "loss and backward"])
+    axes.tick_params(axis="x", length=0)
+    axes.legend(*(x[::-1] for x in axes.get_legend_handles_labels()), loc="center left",
+                bbox_to_anchor=(1, 0.5), frameon=False)
 
 
 # One rank of many: on a single GPU, all that one rank of a larger job does. The other ranks are not
