@@ -421,7 +421,6 @@ class Recall:
     once more, in another order, whose value is to be said. With two ranks and more, pairs and
     questions are on different ranks: without attention between them there is chance, log(64)."""
     CHANCE = math.log(64)
-    begins = [0]
 
     def __init__(self, seed, ctx, windows):
         self.seed, self.ctx, self.windows = seed, ctx, windows
@@ -953,6 +952,7 @@ def metered_step(job, config, args, recipe):
         meter.name(model.parameters(), "parameters")
         moments = [x for state in optimizer.state.values() for x in state.values()]
         meter.name((x for x in moments if torch.is_tensor(x)), "optimizer")
+        meter.timeline.clear()
         for _ in range(min(2, args.grad_accum)):
             model(tokens, tokens, recipe, total=args.ctx).backward()
     return meter
@@ -1128,7 +1128,7 @@ ROAD = (("plain", dict(attention="plain", cp=1, fsdp=False)),
 
 
 def road(config, args, job=None):
-    """--road: rows of (name, recipe, Report, tokens/s); simulated on --world ranks, or measured."""
+    """--road: rows of (name, Report, fits, tokens/s), simulated on --world ranks or measured."""
     own, rows = vars(args), []
     state = dict(heads_per_stage=0, checkpoint=0, keep_attention=False, offload=False, stream=False,
                  tile=0)
@@ -1142,10 +1142,12 @@ def road(config, args, job=None):
                 row.everyone = init_device_mesh(job.device.type, (job.world, 1),
                                                 mesh_dim_names=("all", "one"))["one"]
             seen, seconds = measure(config, here, replace(recipe, group=row.group), row)
-            rows.append((name, recipe, seen, seconds and row.dp * here.ctx / seconds))
+            rows.append((name, seen, True, seconds and row.dp * here.ctx / seconds))
         else:
             world = args.world if here.fsdp else 1
-            rows.append((name, recipe, plan_memory(config, here, recipe, world, args.full), None))
+            report = plan_memory(config, here, recipe, world, args.full)
+            fits, _ = verdict(config, here, recipe, report, args.world)
+            rows.append((name, report, fits, None))
     return rows
 
 
@@ -1181,17 +1183,16 @@ def travel(rows, args):
     print(f"{'':18}{'GiB a GPU':>12}{'GiB of host':>13}    ", end="")
     first = next((speed for *_, speed in rows if speed), None)
     print("speed" if first else "fits")
-    for name, recipe, report, speed in rows:
+    for name, report, fits, speed in rows:
         if report is None:
             print(f"{name:18}{'out of memory':>25}")
             continue
-        last = f"{speed / first:.2f} x" if first else "no" if report.device > (
-            args.gpu_mem * GIB - RESERVED) else "yes"
+        last = f"{speed / first:.2f} x" if first else "yes" if fits else "no"
         print(f"{name:18}{report.device / GIB:12,.3f}{report.host / GIB:13,.3f}    {last}")
     if args.json:
         Path(args.json).write_text(json.dumps([dict(
-            name=name, tokens_per_second=speed, **(vars(report) if report else {}))
-            for name, _, report, speed in rows], indent=1))
+            name=name, fits=fits, tokens_per_second=speed, **(vars(report) if report else {}))
+            for name, report, fits, speed in rows], indent=1))
     if args.plot:
         plot_road(args.plot, rows, args)
 
@@ -1204,7 +1205,7 @@ def plot_road(path, rows, args):
         raise BadInput("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
-    rows = [(name, report) for name, _, report, _ in rows if report]
+    rows = [(name, report) for name, report, *_ in rows if report]
     name, last = rows[-1]
     on_host = {"parked", *(BETWEEN_STEPS if args.offload_params else ())}
     history = [{kind: size / GIB for kind, size in kinds.items() if kind not in on_host}
@@ -1502,6 +1503,25 @@ def save(job, args, config, model, optimizer, run, tokens):
     job.say(f"saved     {folder / name}")
 
 
+def make_folders(job, args):
+    """Make what --save and the others name: if one cannot be written, it shows now, not in a week."""
+    fault, files = None, [Path(x) for x in (args.log, args.loss_by_position) if x]
+    folders = [Path(x) for x in (args.save, args.profile) if x] + [path.parent for path in files]
+    if args.export:
+        folders.append(Path(args.export).parent)
+    for folder in folders if job.rank == 0 else ():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fault = str(error)
+        if not os.access(folder, os.W_OK):
+            fault = fault or f"cannot write to {folder}"
+    agree(job, fault)
+    unseen = [folder for folder in folders[:1] if args.save and not folder.is_dir()]
+    agree(job, f"--save {args.save}: rank {job.rank} does not see this folder of rank 0: it must be "
+          "on a disk that all machines share" if unseen else None)
+
+
 def begin(job, args, config, model, optimizer, tokens):
     """The Run to go on with: from a checkpoint, from published weights, or from the start."""
     import torch.distributed.checkpoint as dcp
@@ -1689,7 +1709,7 @@ class Log:
 @contextmanager
 def profiled(job, folder):
     """Traces of what happens inside: DIR/rank0.json.gz and, on CUDA, DIR/rank0.pickle."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)  # other machines may have a folder of their own
     cuda = job.device.type == "cuda"
     if cuda:
         torch.cuda.memory._record_memory_history(stacks="python")
@@ -1797,8 +1817,8 @@ def refuse_early(args, config):
         need("safetensors", "--export" if args.export else "--init")
     if args.loss_by_position:
         need("matplotlib", "--loss-by-position")
-    if args.task == "recall" and (config.vocab_size < 256 or args.ctx < 8):
-        raise BadInput("--task recall needs 256 tokens in the vocabulary and 8 in the context")
+    if args.task == "recall" and (config.vocab_size < 256 or args.ctx < 8 or args.docs is not None):
+        raise BadInput("--task recall needs a vocabulary of 256, a --ctx of 8, and no --docs")
 
 
 def settle(args):
@@ -1956,6 +1976,7 @@ def main(argv=None):
         rows = road(config, args, job)
         return travel(rows, args) if job.rank == 0 else None
 
+    make_folders(job, args)
     data = gather(job, args, config, tokenizer)
     model, optimizer = build(config, args, job)
     run = begin(job, args, config, model, optimizer, len(data.train))
