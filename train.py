@@ -417,14 +417,15 @@ def read_documents(tokens, start, ctx, cp, cp_rank, separator):
 
 
 class Recall:
-    """A row of windows, made on demand: n pairs of key and value, noise, and at the end each key
-    once more, in another order, whose value is to be said. With two ranks and more, pairs and
-    questions are on different ranks: without attention between them there is chance, log(64)."""
-    CHANCE = math.log(64)
+    """A row of windows, made on demand, each like a form: pairs of a key and one of its 16 values,
+    a long stretch of noise, and at the end each key once more, whose value is to be said. With two
+    ranks and more, pairs and questions are on different ranks: only attention gets there."""
+    KEYS, VALUES = 12, 16  # tokens: the keys, the values of each key, and noise up to 255
+    CHANCE = math.log(VALUES)
 
     def __init__(self, seed, ctx, windows):
         self.seed, self.ctx, self.windows = seed, ctx, windows
-        self.pairs = max(1, min(64, ctx // 8))
+        self.pairs = min(self.KEYS, ctx // 8)
 
     def __len__(self):
         return self.windows * self.ctx + 1
@@ -432,11 +433,14 @@ class Recall:
     def slice(self, start, cp, cp_rank):
         """As read_slice. Any rank makes any part of any window, without the rest of it."""
         rng, n = np.random.default_rng([self.seed, start]), self.pairs
-        pairs = np.stack((rng.permutation(128)[:n], 128 + rng.integers(64, size=n)), axis=1)
+        keys = rng.permutation(self.KEYS)[:n]
+        values = self.KEYS + self.VALUES * keys + rng.integers(self.VALUES, size=n)
+        pairs = np.stack((keys, values), axis=1)
         asked = rng.permutation(pairs)
-        s = -(-self.ctx // cp)
+        s, noise = -(-self.ctx // cp), self.KEYS * (1 + self.VALUES)
         at = np.arange(s) + cp_rank * s
-        inputs, labels = 192 + ((at + start) * 2654435761 >> 16) % 64, np.full(s, IGNORE)
+        inputs = noise + ((at + start) * 2654435761 >> 16) % (256 - noise)
+        labels = np.full(s, IGNORE)
         for begin, what in ((0, pairs), (self.ctx - 2 * n, asked)):
             here = (at >= begin) & (at < begin + 2 * n)
             inputs[here] = what.ravel()[at[here] - begin]
@@ -1504,7 +1508,7 @@ def save(job, args, config, model, optimizer, run, tokens):
 
 
 def make_folders(job, args):
-    """Make what --save and the others name: if one cannot be written, it shows now, not in a week."""
+    """Make what --save and the others name: what cannot be written shows now, not in a week."""
     fault, files = None, [Path(x) for x in (args.log, args.loss_by_position) if x]
     folders = [Path(x) for x in (args.save, args.profile) if x] + [path.parent for path in files]
     if args.export:
@@ -1518,8 +1522,8 @@ def make_folders(job, args):
             fault = fault or f"cannot write to {folder}"
     agree(job, fault)
     unseen = [folder for folder in folders[:1] if args.save and not folder.is_dir()]
-    agree(job, f"--save {args.save}: rank {job.rank} does not see this folder of rank 0: it must be "
-          "on a disk that all machines share" if unseen else None)
+    agree(job, f"--save {args.save}: rank {job.rank} does not see this folder of rank 0: it must "
+          "be on a disk that all machines share" if unseen else None)
 
 
 def begin(job, args, config, model, optimizer, tokens):
