@@ -173,7 +173,8 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     saved = find_checkpoint(args) if args.resume else None
     if saved:
-        parser.set_defaults(**saved["flags"])
+        cp = saved["flags"]["cp"] if launched()[1] == saved["world"] else None
+        parser.set_defaults(**{**saved["flags"], "cp": cp})
         args = parser.parse_args(argv)
     elif args.init and (args.model or args.layers):
         raise BadInput("--init says what the model is: leave --model and --layers out")
@@ -1410,7 +1411,8 @@ def export(job, config, model, args):
     files = dict(zip(tensors, (1 + sizes // 2**32).tolist()))
     on_rank_0(job, lambda: sweep(part))
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(
-        part, fqn_to_index_mapping=files, save_distributed=True, enable_consolidation=True))
+        part, fqn_to_index_mapping=files, save_distributed=True, enable_consolidation=True,
+        thread_count_consolidation=8))
 
     def finish():
         sweep(part / "sharded")
@@ -1435,7 +1437,7 @@ def export(job, config, model, args):
 # Flags that a resumed run takes from run.json: those that none may change, and those that one may.
 FIXED = ("model", "layers", "init", "ctx", "seed", "task", "docs")
 REMEMBERED = (*FIXED, *SWITCHES, "data", "tokenizer", "steps", "lr", "warmup", "min_lr",
-              "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows", "dtype")
+              "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows", "dtype", "cp")
 
 
 @dataclass
