@@ -525,10 +525,10 @@ def shard_model(model, mesh, dtype, offload_params=False):
 def build(config, args, job):
     """The sharded model and its optimizer. No rank ever holds it whole: meta first, then shards."""
     dtype = getattr(torch, args.dtype)
+    torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     with torch.device("meta"):
         model = GPT(config)
-    if dtype == torch.float64:
-        model = model.double()
+    torch.set_default_dtype(torch.float32)
     shard_model(model, job.everyone, dtype, args.offload_params)
     model.to_empty(device=job.device)
     model.init_weights(args.seed)
@@ -676,21 +676,22 @@ def print_plan(config, args, job, recipe):
                 f"torchrun --nproc-per-node={gpus} {shlex.join(sys.argv)}")
 
 
-def too_slow(config, args, job, recipe):
+def too_slow(config, args, recipe):
     """Why this should not start on a CPU, or None. Times a matrix product for 0.1 s."""
     a, runs, begin = torch.randn(1024, 1024), 0, time.perf_counter()
     while (spent := time.perf_counter() - begin) < 0.1:
         a @ a
         runs += 1
-    rate = job.world * runs * 2 * 1024**3 / spent
+    rate = args.world * runs * 2 * 1024**3 / spent
 
     def seconds(ctx):
         passes = zip(forward_flops(config, ctx), backward_passes(recipe))
-        return args.grad_accum * job.dp * sum(flops * (1 + n) for flops, n in passes) / rate
+        sequences = args.grad_accum * args.world // args.cp
+        return sequences * sum(flops * (1 + n) for flops, n in passes) / rate
     here, ctx = seconds(args.ctx), 2 ** (args.ctx.bit_length() - 1)
     if here > 10:
-        job.say(f"notice    on this CPU ({brief(rate)} FLOP/s) a step takes {duration(here)} or "
-                f"more, {args.steps} steps {duration(args.steps * here)}")
+        print(f"notice    on this CPU ({brief(rate)} FLOP/s) a step takes {duration(here)} or more, "
+              f"{args.steps} steps {duration(args.steps * here)}", flush=True)
     if here <= 600:
         return None
     while seconds(ctx) > 10:
@@ -904,8 +905,7 @@ def place(frame):
             names.append(frame.f_code.co_name)
             local = frame.f_locals
             if "mine" in local and "kv" in local:
-                order = [q for load in upipe.schedule(local["p"]) for q in load[1]]
-                stage = f"stage {order.index(local['mine']) + 1} of {len(order)}"
+                stage = f"stage of query heads {local['mine'].start} to {local['mine'].stop - 1}"
             index = getattr(local.get("ctx", local.get("self")), "index", None)
             block = block or (None if index is None else f"block {index}")
             if isinstance(local, dict):  # before Python 3.13 a copy, kept by the frame: tensors in it
@@ -931,10 +931,17 @@ def simulated_kernel():
     return upipe.Kernel(forward, backward, limit=float("inf"))
 
 
-def few_spans(n, tile, spans=upipe.tile_spans):
-    """The first two tiles and the last: those between leave nothing behind."""
-    spans = spans(n, tile)
-    return spans[:2] + spans[2:][-1:]
+@contextmanager
+def abridged():
+    """Let upipe walk two tiles of each row of tiles, two stages of each load of keys and values, and
+    two loads: the others take the place of the second and leave nothing behind."""
+    spans, schedule = upipe.tile_spans, upipe.schedule
+    upipe.tile_spans = lambda n, tile: spans(n, tile)[:2]
+    upipe.schedule = lambda p: [(kv, queries[:2]) for kv, queries in schedule(p)[:2]]
+    try:
+        yield
+    finally:
+        upipe.tile_spans, upipe.schedule = spans, schedule
 
 
 def prepare(job, config, args):
@@ -963,19 +970,17 @@ def metered_step(job, config, args, recipe):
     return meter
 
 
-def simulate(config, args, recipe, world, kernel="simulated", spans=few_spans):
+def simulate(config, args, recipe, world, kernel="simulated", pages=abridged):
     """metered_step of rank 0 of `world`, without memory and without the other ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     upipe.KERNELS["simulated"] = simulated_kernel()
-    whole, upipe.tile_spans = upipe.tile_spans, spans
     try:
         job = meet(args, world, torch.device("cpu"))
         recipe = replace(recipe, group=job.group, kernel=kernel)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with pages(), FakeTensorMode(allow_non_fake_inputs=True):
             return metered_step(job, config, args, recipe)
     finally:
-        upipe.tile_spans = whole
         dist.destroy_process_group()
 
 
@@ -1039,12 +1044,12 @@ def plan_memory(config, args, recipe, world, full=False):
     return Report(device, host, f"{part}: {where}", kinds, b.timeline)
 
 
-def verdict(config, args, recipe, report, world):
+def verdict(config, args, report):
     """(fits, text): the report against the card, the host and what a kernel can index."""
-    ranks, usable = min(world, args.gpus_per_node), args.gpu_mem * GIB - RESERVED
-    node = report.host * ranks
-    call = args.ctx * recipe.stage_heads(config, args.cp) // args.cp * config.head_dim
-    facts = ((report.device <= usable, f"GPU       {gib(report.device)} GiB at the peak, "
+    ranks, usable = min(args.world, args.gpus_per_node), args.gpu_mem * GIB - RESERVED
+    node, call = report.host * ranks, kernel_call(config, args)
+    name = "GPU   " if args.device == "cuda" else "memory"
+    facts = ((report.device <= usable, f"{name}    {gib(report.device)} GiB at the peak, "
               f"{gib(usable)} usable of {args.gpu_mem:.0f}"),
              (node <= args.host_mem * GIB, f"host      {gib(report.host)} GiB a rank, {gib(node)} a "
               f"node of {ranks}, of {args.host_mem:,.0f}"),
@@ -1056,14 +1061,12 @@ def verdict(config, args, recipe, report, world):
 
 def too_large(config, args, recipe):
     """Why this job cannot fit, and what would, or None: the dry run, before every run."""
-    world = args.world
-    report = plan_memory(config, args, recipe, world)
-    fits, text = verdict(config, args, recipe, report, world)
+    fits, text = verdict(config, args, plan_memory(config, args, recipe, args.world))
     if fits:
         return None
     problem = re.sub(r" +", " ", next(line for line in text.split("\n") if "not fit" in line))
-    ctx, _ = longest_context(config, args, recipe, world)
-    hope = f"--ctx {write_ctx(ctx)} would" if ctx else "more ranks or fewer --layers may"
+    longest, _ = longest_context(config, args)
+    hope = f"--ctx {write_ctx(longest.ctx)} would" if longest else "more ranks or --layers 1 may"
     return (f"{args.model} at --ctx {write_ctx(args.ctx)}: {problem}; {hope}; --dry-run says where it "
             "goes, --force tries all the same")
 
@@ -1072,18 +1075,23 @@ def gib(size):
     return f"{size / GIB:,.1f}"
 
 
-def longest_context(config, args, recipe, world):
-    """The longest context that fits, to 64k: (tokens, Report); (0, None) if not even 64k does.
+def longest_context(config, args):
+    """The longest context that fits, to 64k: (args for it, Report); (None, None) if not even 64k.
 
-    Memory grows almost linearly, so a line through two simulations tells where to look next. It ends
-    with one that fits and, 64k longer, one that does not."""
-    unit, ranks, seen = 64 * 1024, min(world, args.gpus_per_node), {}
+    What of the recipe was not asked for is fitted to each length. Memory grows almost linearly, so a
+    line through two simulations tells where to look next. It ends with one that fits and, 64k
+    longer, one that does not."""
+    unit, ranks, seen = 64 * 1024, min(args.world, args.gpus_per_node), {}
 
-    def needs(n):  # fractions of the card and of the host that n units need
+    def needs(n):  # fractions of the card, the host and a kernel's indices that n units need
         if n not in seen:
-            seen[n] = plan_memory(config, copy_of(args, ctx=n * unit), recipe, world)
-        return (seen[n].device / (args.gpu_mem * GIB - RESERVED),
-                seen[n].host * ranks / (args.host_mem * GIB))
+            here = copy_of(args, ctx=n * unit, **args.asked)
+            fit_recipe(config, here)
+            seen[n] = here, plan_memory(config, here, recipe_of(here), args.world)
+        here, report = seen[n]
+        return (report.device / (args.gpu_mem * GIB - RESERVED),
+                report.host * ranks / (args.host_mem * GIB),
+                kernel_call(config, here) / (2**31 - 1))
     low, high, points = 0, math.inf, (16, 32)  # low fits, high does not
     while high - low > 1:
         for n in points:
@@ -1091,23 +1099,29 @@ def longest_context(config, args, recipe, world):
         a, b = sorted(sorted(seen, key=lambda n: abs(n - (low or high)))[:2])
         edges = [a + (1 - x) * (b - a) / (y - x) for x, y in zip(needs(a), needs(b)) if y > x]
         points = [int(min(max(min(edges), low + 1), high - 1, 4 * low + 1))]
-    return low * unit, seen.get(low)
+    return seen.get(low, (None, None))
+
+
+def kernel_call(config, args):
+    """The elements of q in one kernel call, which must stay below 2^31."""
+    u = recipe_of(args).stage_heads(config, args.cp) // args.cp
+    return -(-args.ctx // args.cp) * args.cp * u * config.head_dim
 
 
 def dry_run(config, args, recipe):
     """--dry-run: print where the memory goes, and whether it fits."""
-    world = args.world
     if args.road:
         return travel(road(config, args), args)
     if args.max_ctx:
-        args.ctx, report = longest_context(config, args, recipe, world)
+        args, report = longest_context(config, args)
         if report is None:
-            raise BadInput(f"--max-ctx: {args.model} does not fit even at --ctx 64k: more ranks?")
+            raise BadInput("--max-ctx: not even --ctx 64k fits: more ranks, or --offload-params")
+        recipe = recipe_of(args)
         print(f"longest   {args.ctx:,} tokens (--ctx {write_ctx(args.ctx)}) fit, 64k more do not")
     else:
-        report = plan_memory(config, args, recipe, world, args.full)
-    fits, text = verdict(config, args, recipe, report, world)
-    print(text)
+        report = plan_memory(config, args, recipe, args.world, args.full)
+    print("recipe    " + ", ".join(f"{name} {getattr(recipe, name)}" for name in SWITCHES))
+    print(verdict(config, args, report)[1])
     print(f"peak      {report.where}")
     for kind, size in sorted(report.kinds.items(), key=lambda item: -item[1]):
         if size > report.device / 1000:
@@ -1115,8 +1129,8 @@ def dry_run(config, args, recipe):
     passes = zip(forward_flops(config, args.ctx), backward_passes(recipe))
     flops = sum(f * (1 + n) for f, n in passes) * args.grad_accum / args.cp
     print(f"time      {duration(flops / (UTILISATION * 989e12))} a step, if each rank computes its "
-          f"{brief(flops)} FLOPs (recomputation included) at {UTILISATION:.0%} of an H100's 989 TFLOP/s")
-    return fits
+          f"{brief(flops)} FLOPs (recomputation included) at {UTILISATION:.0%} of an H100's 989 "
+          "TFLOP/s")
 
 
 # 9. The road -------------------------------------------------------------------------------------
@@ -1151,7 +1165,7 @@ def road(config, args, job=None):
         else:
             world = args.world if here.fsdp else 1
             report = plan_memory(config, here, recipe, world, args.full)
-            fits, _ = verdict(config, here, recipe, report, args.world)
+            fits, _ = verdict(config, here, report)
             rows.append((name, report, fits, None))
     return rows
 
@@ -1210,8 +1224,8 @@ def plot_road(path, rows, args):
         raise BadInput("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
-    rows = [(name, report) for name, report, *_ in rows if report]
-    name, last = rows[-1]
+    names, reports, fit = zip(*((name, report, fits) for name, report, fits, _ in rows if report))
+    last = reports[-1]
     on_host = {"parked", *(BETWEEN_STEPS if args.offload_params else ())}
     history = [{kind: size / GIB for kind, size in kinds.items() if kind not in on_host}
                for _, kinds in last.timeline]  # a measured peak on CUDA has none
@@ -1219,9 +1233,11 @@ def plot_road(path, rows, args):
     figure, axes = pyplot.subplots(1, 2 if history else 1, figsize=(17, 6.5), squeeze=False,
                                    layout="constrained")
     left, usable = axes[0, 0], args.gpu_mem - RESERVED / GIB
-    sizes = [report.device / GIB for _, report in rows]
-    bars = left.barh([name for name, _ in rows], sizes, log=True,
-                     color=["tab:green" if size <= usable else "tab:red" for size in sizes])
+    sizes = [report.device / GIB for report in reports]
+    bars = left.barh(names, sizes, log=True, color=[
+        "tab:green" if fits else "tab:orange" if size <= usable else "tab:red"
+        for size, fits in zip(sizes, fit)])
+    left.barh(names[:1], 0, color="tab:orange", label="too much for the host, or for a kernel call")
     left.axvline(usable, color="black", linestyle="--", label=f"{usable:.0f} GiB usable on a card")
     digits = [3 if size < 1 else 1 if size < 100 else 0 for size in sizes]
     labels = [f"{size:,.{n}f}" for size, n in zip(sizes, digits)]
@@ -1234,7 +1250,7 @@ def plot_road(path, rows, args):
     if history:
         plot_step(axes[0, 1], history, pyplot.get_cmap("tab20").colors)
         few = " of a model of fewer layers" if args.dry_run and not args.full else ""
-        axes[0, 1].set_title(f"{name}, over one step{few}")
+        axes[0, 1].set_title(f"{names[-1]}, over one step{few}")
     figure.savefig(path, dpi=100)
 
 
@@ -1766,8 +1782,8 @@ def copy_of(args, **changes):
     return argparse.Namespace(**{**vars(args), **changes})
 
 
-def fit_machine(config, args, world):
-    """The defaults that depend on the machine: its memory, and what to keep in it."""
+def fit_machine(args):
+    """The memory of this machine, or of the one that --dry-run is to think of."""
     cuda, here = args.device == "cuda", 8 if args.dry_run else launched()[3]
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     card = ram / here + RESERVED / GIB  # of a CPU, a rank has its part
@@ -1777,9 +1793,14 @@ def fit_machine(config, args, world):
         card = torch.cuda.get_device_properties(launched()[2]).total_memory / GIB
     args.gpu_mem, args.host_mem = args.gpu_mem or card, args.host_mem or ram
     args.gpus_per_node = args.gpus_per_node or here
+
+
+def fit_recipe(config, args):
+    """What of the recipe was not asked for, as it suits this machine and --ctx."""
+    cuda = args.device == "cuda"
     if args.checkpoint is None:  # keeping x and attention's output of every block is the fastest
         width = config.n_layers * (config.dim + config.n_heads * config.head_dim)
-        ranks = min(world, args.gpus_per_node)
+        ranks = min(args.world, args.gpus_per_node)
         kept = width * getattr(torch, args.dtype).itemsize * args.ctx / args.cp * ranks
         room = not cuda or args.keep_attention or kept < 0.9 * args.host_mem * GIB
         args.checkpoint = 1 if room else 4
@@ -1840,7 +1861,10 @@ def settle(args):
                        f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
     tokenizer = find_tokenizer(args)
     config = choose_model(args, tokenizer)
-    fit_machine(config, args, world)
+    fit_machine(args)
+    args.asked = {name: getattr(args, name) for name in
+                  ("checkpoint", "keep_attention", "offload", "stream")}
+    fit_recipe(config, args)
     recipe = recipe_of(args)
     try:
         recipe.check(config, args.cp)
@@ -1963,7 +1987,8 @@ def main(argv=None):
         return dry_run(config, args, recipe)
     fault = None  # rank 0 decides for all: ranks that measure for themselves might disagree
     if launched()[0] == 0 and not (args.force or args.road):
-        fault = too_large(config, args, recipe)
+        fault = args.device == "cpu" and too_slow(config, args, recipe) or None
+        fault = fault or too_large(config, args, recipe)
     job = join(args)
     recipe = replace(recipe, group=job.group)
     if args.dtype == "bfloat16" and job.device.type == "cuda":
@@ -1973,8 +1998,6 @@ def main(argv=None):
 
     recipe = replace(recipe, kernel=pick_kernel(config, args, job, recipe))
     print_plan(config, args, job, recipe)
-    if job.rank == 0 and job.device.type == "cpu" and not args.force:
-        fault = fault or too_slow(config, args, job, recipe)
     agree(job, fault)
     if args.one_rank_of:
         return one_rank(config, args, recipe, job)

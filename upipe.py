@@ -1095,13 +1095,14 @@ class StageBuffers:
     def __init__(self):
         self.flat = {}
 
-    def take(self, role, shape, like):
-        """A contiguous tensor in the memory of `role`, dtype and device of `like`; not cleared."""
+    def take(self, role, shape, like, room=0):
+        """A contiguous tensor in the memory of `role`, dtype and device of `like`; not cleared.
+        room: elements that will be wanted later, so that the memory need not move then."""
         size, flat = math.prod(shape), self.flat.pop(role, None)
         kind = like.dtype, like.device
         if flat is None or len(flat) < size or (flat.dtype, flat.device) != kind:
             flat = None  # the old memory goes first: never both
-            flat = torch.empty(size, dtype=like.dtype, device=like.device)
+            flat = torch.empty(max(size, room), dtype=like.dtype, device=like.device)
         self.flat[role] = flat
         return flat[:size].view(shape)
 
@@ -1115,7 +1116,8 @@ def exchange(role, parts, p):
     for a, b, part in parts:
         if send is None:  # alone, a rank needs no second buffer to send to itself
             shape = (p.C, p.s, *part.shape[2:])
-            send = p.buffers.take("send" if p.C > 1 else role, shape, part)
+            most = p.s * p.recipe.stage_heads(p.config, p.C) * shape[-1]  # queries: s U d
+            send = p.buffers.take(*(("send", shape, part, most) if p.C > 1 else (role, shape, part)))
         send[:, a:b] = part.transpose(0, 1)
     out = p.buffers.take(role, shape, send) if p.C > 1 else None
     return all_to_all(send, p.recipe.group, out).flatten(0, 1)
