@@ -694,10 +694,11 @@ def too_slow(config, args, recipe):
               f"{args.steps} steps {duration(args.steps * here)}", flush=True)
     if here <= 600:
         return None
-    while seconds(ctx) > 10:
+    while seconds(ctx) > 10 and ctx > 256:
         ctx //= 2
-    return (f"a step at --ctx {write_ctx(args.ctx)} takes {duration(here)} or more on this CPU: "
-            f"run --ctx {write_ctx(ctx)} ({duration(seconds(ctx))} a step), take GPUs or --force")
+    hope = f"--ctx {write_ctx(ctx)} ({duration(seconds(ctx))} a step)"
+    return (f"a step at --ctx {write_ctx(args.ctx)} takes {duration(here)} or more on this CPU: run "
+            f"{hope if seconds(ctx) <= 10 else '--model tiny'}, take GPUs or --force")
 
 
 # 7. A step ----------------------------------------------------------------------------------------

@@ -1,0 +1,1883 @@
+"""The laws of upipe.py and train.py, one sentence each.
+
+    pytest -q test_upipe.py                 everything, a few minutes on two cores
+    python test_upipe.py --benchmark        memory, traffic and speed: the numbers of the README
+
+First the tools:
+    1. The reference     a plain transformer in float64 that shares no code with upipe.py
+    2. Ranks             worker processes on gloo that run one function of this file at a time
+    3. Meters            live bytes, collectives, the largest tensor
+    4. Cases             what hypothesis draws: ranks, sizes, recipes, label masks
+then the laws:
+    5. One function      every recipe gives the loss, logits and gradients of plain attention
+    6. What is legal     and how everything else is refused
+    7. Weights and positions        8. Kernels, all-to-all, stages, buffers, host store
+    9. Counts of memory and traffic        10. Who may hold a gradient, who may change it
+    11. Sharded weights        12. Data        13. The program train.py        14. On a GPU
+
+A letter and a number in a docstring (B1, K3) name a kind of bug that other projects have reported
+in public: A loss and scaling, B shapes, C precision, D memory, E offload, F sharding, H launching,
+I data, J stability, K process groups.
+"""
+import functools
+import json
+import math
+import multiprocessing as mp
+import multiprocessing.connection
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train
+import upipe
+from upipe import GPT, GPTConfig, PRESETS, Recipe
+
+torch.set_num_threads(1)  # a thread per rank: here and in the worker processes below
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+# 1. The reference ---------------------------------------------------------------------------------
+#
+# Naive on purpose: S x S scores, an explicit mask, a loop over heads, autograd. w is a dict of
+# tensors under Hugging Face's names: random_weights also lists the names and shapes that GPT must
+# have.
+
+
+def random_weights(cfg, seed, dtype=F64):
+    """Norms around 1, the rest scaled so that nothing saturates or vanishes."""
+    D, ffn, d, V = cfg.dim, cfg.ffn_dim, cfg.head_dim, cfg.vocab_size
+    q, kv = cfg.n_heads * d, cfg.n_kv_heads * d
+    shapes = {"embed_tokens": (V, D), "norm": (D,)}
+    if not cfg.tie_embeddings:
+        shapes["lm_head"] = (V, D)
+    for i in range(cfg.n_layers):
+        block = {"input_layernorm": (D,), "post_attention_layernorm": (D,),
+                 "self_attn.q_proj": (q, D), "self_attn.k_proj": (kv, D),
+                 "self_attn.v_proj": (kv, D), "self_attn.o_proj": (D, q),
+                 "mlp.gate_proj": (ffn, D), "mlp.up_proj": (ffn, D), "mlp.down_proj": (D, ffn)}
+        if cfg.qk_norm:
+            block |= {"self_attn.q_norm": (d,), "self_attn.k_norm": (d,)}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
+    rng = np.random.default_rng(seed)
+    values = {name: rng.uniform(0.5, 1.5, shape) if len(shape) == 1 else
+              rng.normal(0, shape[1] ** -0.5, shape) for name, shape in shapes.items()}
+    return {f"{name}.weight": torch.tensor(value, dtype=dtype) for name, value in values.items()}
+
+
+def ref_norm(x, weight, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def ref_frequencies(cfg):
+    """Radians per token of the d/2 pairs. Llama 3 slows the long waves by `factor`."""
+    f = cfg.rope_theta ** -(torch.arange(0, cfg.head_dim, 2, dtype=F64) / cfg.head_dim)
+    if cfg.rope_scaling:
+        r = cfg.rope_scaling
+        turns = r["original_max_position_embeddings"] * f / (2 * math.pi)
+        low, high = r["low_freq_factor"], r["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        f = keep * f + (1 - keep) * f / r["factor"]
+    return f
+
+
+def ref_rotate(x, cfg, start=0):
+    """x [S, heads, d]: pairs (i, i + d/2) as complex numbers, turned by position * frequency."""
+    a, b = x.chunk(2, dim=-1)
+    angle = torch.outer(start + torch.arange(len(x), dtype=F64), ref_frequencies(cfg))
+    z = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat([z.real, z.imag], dim=-1)
+
+
+def ref_scores(q, k):
+    """q [S, H, d], k [S, K, d] -> [H, S, S]; query head i reads kv head i // (H / K)."""
+    (S, H, d), G = q.shape, q.shape[1] // k.shape[1]
+    future = torch.ones(S, S, dtype=torch.bool).triu(1)
+    scores = torch.stack([q[:, i] @ k[:, i // G].T / d ** 0.5 for i in range(H)])
+    return scores.masked_fill(future, -math.inf)
+
+
+def ref_attention(q, k, v):
+    """q [S, H, d], k and v [S, K, d] -> [S, H, d]."""
+    G = q.shape[1] // k.shape[1]
+    p = ref_scores(q, k).softmax(-1)
+    return torch.stack([p[i] @ v[:, i // G] for i in range(len(p))], dim=1)
+
+
+def ref_block(w, cfg, x, i):
+    def linear(name, x):
+        return x @ w[f"layers.{i}.{name}.weight"].T
+
+    def norm(name, x):
+        return ref_norm(x, w[f"layers.{i}.{name}.weight"], cfg.norm_eps)
+
+    n = norm("input_layernorm", x)
+    q, k, v = (linear(f"self_attn.{p}_proj", n).view(len(x), -1, cfg.head_dim) for p in "qkv")
+    if cfg.qk_norm:
+        q, k = norm("self_attn.q_norm", q), norm("self_attn.k_norm", k)
+    o = ref_attention(ref_rotate(q, cfg), ref_rotate(k, cfg), v)
+    h = x + linear("self_attn.o_proj", o.flatten(1))
+    n = norm("post_attention_layernorm", h)
+    gate = linear("mlp.gate_proj", n)
+    return h + linear("mlp.down_proj", gate * gate.sigmoid() * linear("mlp.up_proj", n))
+
+
+def ref_logits(w, cfg, tokens):
+    x = w["embed_tokens.weight"][tokens]
+    for i in range(cfg.n_layers):
+        x = ref_block(w, cfg, x, i)
+    head = w["embed_tokens.weight" if cfg.tie_embeddings else "lm_head.weight"]
+    return ref_norm(x, w["norm.weight"], cfg.norm_eps) @ head.T
+
+
+def ref_loss(logits, labels, total):
+    losses = [logits[i].logsumexp(-1) - logits[i, t] for i, t in enumerate(labels) if t != -100]
+    return sum(losses, 0 * logits.sum()) / total
+
+
+def count_labels(sequences):
+    return sum(int((labels != -100).sum()) for _, labels in sequences)
+
+
+@dataclass
+class Result:
+    loss: float
+    logits: torch.Tensor
+    grads: dict
+
+
+def reference(cfg, seed, sequences, dtype=F64):
+    """[(tokens, labels), ...] -> loss (the mean over all labels), the last one's logits, gradients.
+
+    dtype: that of the model under test. Weights are rounded to it; all arithmetic is float64."""
+    w = {name: p.to(F64).requires_grad_() for name, p in random_weights(cfg, seed, dtype).items()}
+    loss = 0
+    for tokens, labels in sequences:
+        logits = ref_logits(w, cfg, tokens)
+        loss = loss + ref_loss(logits, labels, count_labels(sequences))
+    loss.backward()
+    return Result(loss.item(), logits.detach(), {name: p.grad for name, p in w.items()})
+
+
+# 2. Ranks -----------------------------------------------------------------------------------------
+#
+# RANKS[C](function, *args) runs function(*args) on C ranks and returns the list of their results.
+# To start processes takes seconds, to call them milliseconds: they start at the first call and
+# serve the whole session. What a rank raises is the test's failure; ranks that hang are killed.
+
+
+class Ranks:
+    def __init__(self, C):
+        self.C, self.workers = C, []  # [(process, pipe), ...]
+
+    def start(self):
+        spawn, store = mp.get_context("spawn"), tempfile.mktemp(prefix="ranks-")
+        for rank in range(self.C):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=serve, args=(rank, self.C, store, theirs), daemon=True)
+            process.start()
+            theirs.close()  # so that a dead worker's end is closed, and reading ours ends
+            self.workers.append((process, ours))
+
+    def stop(self):
+        for process, pipe in self.workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self.workers = []
+
+    def __call__(self, function, *args, limit=60):
+        if not self.workers:
+            self.start()
+        for _, pipe in self.workers:
+            pipe.send_bytes(pickle.dumps((function.__name__, args)))
+        replies, end = {}, time.monotonic() + limit
+        while len(replies) < self.C:
+            waiting = {pipe: r for r, (_, pipe) in enumerate(self.workers) if r not in replies}
+            ready = mp.connection.wait(waiting, max(0, end - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                ok, _ = replies[waiting[pipe]] = receive(pipe)
+                if not ok:  # the others may wait for this one for ever
+                    end = min(end, time.monotonic() + 3)
+        errors = [f"rank {r}: {what}" for r, (ok, what) in sorted(replies.items()) if not ok]
+        if len(replies) < self.C:
+            self.stop()
+            missing = sorted(set(range(self.C)) - set(replies))
+            errors.append(f"ranks {missing} did not come back from {function.__name__}")
+        if errors:
+            raise AssertionError("\n".join(errors))
+        return [replies[r][1] for r in range(self.C)]
+
+
+def receive(pipe):
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return False, "died"
+
+
+def serve(rank, C, store, pipe):
+    """A worker's whole life: run what comes through the pipe, by name, until the pipe closes."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=C,
+                            timeout=timedelta(seconds=60))
+    while True:
+        try:
+            name, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            reply = True, globals()[name](*args)
+        except BaseException:
+            reply = False, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(reply))
+
+
+class Alone:
+    """One rank needs no process group: the function runs here."""
+
+    def __call__(self, function, *args, limit=60):
+        return [function(*args)]
+
+    def stop(self):
+        pass
+
+
+RANKS = {1: Alone(), 2: Ranks(2), 4: Ranks(4)}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stop_ranks():
+    yield
+    for ranks in RANKS.values():
+        ranks.stop()
+
+
+# 3. Meters ----------------------------------------------------------------------------------------
+
+
+class Meter(TorchDispatchMode):
+    """Sees every operation: knows the storages alive after it (views share one), counts the calls.
+
+    FSDP and `stream` shrink storages to nothing and grow them again, so sizes are asked for each
+    time. The only uint8 tensors of a step are HostStore's slabs: host memory, not counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = weakref.WeakValueDictionary()
+        self.slabs = weakref.WeakValueDictionary()
+        self.calls, self.peak, self.largest = Counter(), 0, 0
+
+    def bytes(self):
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor comes back with its local tensor
+        out = func(*args, **(kwargs or {}))
+        self.calls[func.overloadpacket._qualified_op_name] += 1
+        for t in (t for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
+            storage = t.untyped_storage()
+            if t.dtype == torch.uint8:
+                self.slabs[storage._cdata] = storage
+            if storage._cdata not in self.slabs:
+                self.storages[storage._cdata] = storage
+                self.largest = max(self.largest, t.numel())
+        self.peak = max(self.peak, self.bytes())
+        return out
+
+
+@contextmanager
+def watched(owner, name, see):
+    """Calls see(result, *args) after each call of owner.name."""
+    original = getattr(owner, name)
+
+    def wrapper(*args, **kwargs):
+        result = original(*args, **kwargs)
+        see(result, *args)
+        return result
+
+    setattr(owner, name, wrapper)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+# 4. Cases -----------------------------------------------------------------------------------------
+
+
+def legal(H, K, C):
+    """Every legal U, without the formulas: rank 0's query heads, cut in order into stages of u.
+
+    The readers of a kv head must be on one rank or else fill whole ranks; and a stage must read one
+    kv head only, or hold all readers (on this rank) of those it reads."""
+    if H % C:
+        return []
+    reads = [[i * K // H for i in range(r * H // C, (r + 1) * H // C)] for r in range(C)]
+    for kv in range(K):
+        readers = [r for r in range(C) if kv in reads[r]]
+        if len(readers) > 1 and any(set(reads[r]) != {kv} for r in readers):
+            return []
+
+    def fits(u):
+        cuts = [reads[0][i:i + u] for i in range(0, H // C, u)]
+        inside = all(len(set(cut)) == 1 for cut in cuts)
+        whole = all(reads[0].count(kv) == cut.count(kv) for cut in cuts for kv in cut)
+        return len(cuts[-1]) == u and (inside or whole)
+
+    return [u * C for u in range(1, H // C + 1) if fits(u)]
+
+
+SIZES = [(C, H, K) for C in (1, 2, 4) for K in (1, 2, 3, 4, 6, 8) for H in range(K, 13, K)
+         if legal(H, K, C)]
+SMALL = GPTConfig(vocab_size=97, dim=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8,
+                  ffn_dim=40, rope_theta=1e4)
+ALL_ON = Recipe("upipe", checkpoint=1, keep_attention=True, offload=True, stream=True, tile=7)
+TWO_LEVELS = replace(ALL_ON, checkpoint=2, keep_attention=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """C ranks, a model, a recipe, n tokens, and which of their labels count."""
+    C: int
+    config: GPTConfig
+    recipe: Recipe
+    n: int
+    mask: str = "every label"
+    seed: int = 0
+
+    def data(self):
+        """The whole sequence: tokens [n], labels [n]."""
+        rng, n, s = np.random.default_rng(self.seed), self.n, -(-self.n // self.C)
+        tokens, labels = torch.tensor(rng.integers(self.config.vocab_size, size=(2, n)))
+        tokens[:2] = torch.arange(n)[:2]  # among equal tokens q and k have nothing to learn
+        i = torch.arange(n)
+        counts = {"every label": i >= 0, "no label": i < 0,
+                  "one label": i == 1 + self.seed % max(1, n - 1),
+                  "none on one rank": i // s != self.seed % self.C,
+                  "last of each shard": (i % s == s - 1) & (i < n - 1)}[self.mask]
+        return tokens, torch.where(counts, labels, -100)
+
+
+@st.composite
+def recipes(draw, C, H, K, layers):
+    attention = draw(st.sampled_from(["upipe", "ulysses"] + ["plain"] * (C == 1)))
+    U = draw(st.sampled_from([0] + legal(H, K, C))) if attention == "upipe" else 0
+    k = draw(st.integers(0, layers + 1))
+    offload = k > 0 and draw(st.booleans())
+    return Recipe(attention=attention, heads_per_stage=U, checkpoint=k, offload=offload,
+                  keep_attention=k == 1 and draw(st.booleans()),
+                  stream=offload and draw(st.booleans()), tile=draw(st.integers(0, 12)))
+
+
+@st.composite
+def cases(draw):
+    C, H, K = draw(st.sampled_from(SIZES))
+    config = GPTConfig(vocab_size=draw(st.integers(5, 40)), dim=draw(st.integers(6, 24)),
+                       n_layers=draw(st.integers(2, 4)), n_heads=H, n_kv_heads=K, rope_theta=1e4,
+                       head_dim=2 * draw(st.integers(1, 5)), ffn_dim=draw(st.integers(3, 30)),
+                       qk_norm=draw(st.booleans()), tie_embeddings=draw(st.booleans()))
+    mask = draw(st.sampled_from(["every label", "none on one rank", "one label"]))
+    case = Case(C, config, draw(recipes(C, H, K, config.n_layers)), draw(st.integers(2, 41)), mask,
+                seed=draw(st.integers(0, 99)))
+    assume((case.data()[1][1:] != -100).any())  # from its first token alone, q and k learn nothing
+    return case
+
+
+def laws(examples):
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None,
+                    suppress_health_check=list(HealthCheck))
+
+
+# 5. One function ----------------------------------------------------------------------------------
+
+
+def build(cfg, seed, dtype=F64):
+    model = GPT(cfg).to(dtype)
+    model.load_state_dict(random_weights(cfg, seed, dtype))
+    return model
+
+
+def step(model, case):
+    """Forward and backward on this rank -> its share of the loss."""
+    loss = model(*upipe.shard(*case.data()), case.recipe)
+    loss.backward()
+    return loss.item()
+
+
+def rank_result(case, dtype):
+    model = build(case.config, case.seed, dtype)
+    loss = step(model, case)
+    with torch.no_grad():
+        logits = model.logits(upipe.shard(*case.data())[0], case.recipe)
+    return Result(loss, logits, {name: p.grad for name, p in model.named_parameters()})
+
+
+def run(case, dtype=F64):
+    """The whole result: losses and gradients add up over the ranks, logits stand in a row."""
+    parts = RANKS[case.C](rank_result, case, dtype)
+    grads = {name: sum(p.grads[name].double() for p in parts) for name in parts[0].grads}
+    logits = torch.cat([p.logits for p in parts])[:case.n]
+    return Result(sum(p.loss for p in parts), logits, grads)
+
+
+def assert_close(what, ours, ref, tolerance):
+    """Relative to the size of the reference, which must have one."""
+    assert ref.norm() > 1e-6, f"{what}: the reference is all but zero, this would compare nothing"
+    error = (ours.double() - ref).norm() / ref.norm()
+    assert error <= tolerance, f"{what}: relative error {error:.1e} > {tolerance:.1e}"
+
+
+def assert_same(ours, ref, tolerance=1e-9):
+    assert ours.loss == pytest.approx(ref.loss, rel=tolerance, abs=0)
+    assert_close("logits", ours.logits, ref.logits, tolerance)
+    assert ours.grads.keys() == ref.grads.keys()
+    for name in ref.grads:
+        assert_close(name, ours.grads[name], ref.grads[name], tolerance)
+
+
+@laws(150)
+@given(cases())
+def test_every_recipe_gives_the_loss_logits_and_gradients_of_plain_attention(case):
+    """Whatever the ranks, sizes, stages, tiles, masks and switches: to 1e-9, every parameter."""
+    assert_same(run(case), reference(case.config, case.seed, [case.data()]))
+
+
+EIGHT = replace(SMALL, n_heads=8)
+REPORTED = {
+    "B1 61 tokens on 2 ranks": Case(2, SMALL, ALL_ON, 61),
+    "B1 61 tokens on 4 ranks": Case(4, SMALL, ALL_ON, 61),
+    "B1 3 tokens on 4 ranks": Case(4, SMALL, ALL_ON, 3),
+    "B2 fewer kv heads than ranks, U = C": Case(4, EIGHT, ALL_ON, 20),
+    "B2 fewer kv heads than ranks, U = H": Case(4, EIGHT, replace(ALL_ON, heads_per_stage=8), 20),
+    "B2 one kv head": Case(4, replace(EIGHT, n_kv_heads=1), ALL_ON, 20),
+    "B2 no grouping": Case(4, replace(EIGHT, n_kv_heads=8), ALL_ON, 20),
+    "B2 one query head per rank": Case(4, SMALL, ALL_ON, 20),
+    "B5 sizes all different": Case(2, replace(SMALL, head_dim=6), ALL_ON, 12),
+    "B5 sizes easy to confuse": Case(2, replace(SMALL, head_dim=4, dim=4, ffn_dim=4), ALL_ON, 8),
+    "B5 65 rows in 4 tiles": Case(2, SMALL, replace(ALL_ON, tile=17), 130),
+    "A5 a masked prompt fills rank 0": Case(2, SMALL, ALL_ON, 40, "none on one rank"),
+    "A5 the last shard is padding": Case(4, SMALL, ALL_ON, 9),
+    "A7 only the last label of each shard": Case(4, SMALL, ALL_ON, 64, "last of each shard"),
+    "Llama 3's slowed rotation": Case(2, replace(SMALL, rope_scaling=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=64)), ALL_ON, 40),
+}
+
+
+@pytest.mark.parametrize("case", REPORTED.values(), ids=REPORTED)
+def test_sizes_at_which_others_went_wrong_are_exact(case):
+    """B1, B2, B5, A5, A7: the padded run equals the unpadded one, and so on."""
+    assert_same(run(case), reference(case.config, case.seed, [case.data()]))
+
+
+def rounding(dtype):
+    """The relative error that rounding to dtype leaves in a two-block model's gradients.
+
+    From a weight through the loss to a gradient, a number is rounded about N = 50 times (some 12
+    operations per block and direction), each time by at most u = eps / 2, at random: sqrt(N) u."""
+    return 50 ** 0.5 * torch.finfo(dtype).eps / 2
+
+
+@laws(40)
+@given(cases(), st.sampled_from([F32, BF16]))
+def test_low_precision_is_off_by_its_rounding_alone(case, dtype):
+    """float32 and bfloat16 against float64 on the same, rounded, weights.
+
+    Sizes are kept from ill-conditioned ones (a single label, two-dimensional heads). Cancellation
+    in the gradients of softmax and norms is left; it multiplies the error of all gradients, as one
+    vector, by less than 5, and that of one parameter by less than 16. Together 7% and 22% in
+    bfloat16, 2e-6 and 7e-6 in float32; the median case has 1.5 times rounding() only."""
+    config = replace(case.config, dim=case.config.dim + 8, n_layers=2,
+                     head_dim=case.config.head_dim + 6)
+    case = replace(case, config=config, n=case.n + 16, mask="every label")
+    ours, ref = run(case, dtype), reference(config, case.seed, [case.data()], dtype)
+    assert_same(ours, ref, 16 * rounding(dtype))
+    both = (torch.cat([r.grads[name].flatten() for name in ref.grads]) for r in (ours, ref))
+    assert_close("all gradients", *both, 5 * rounding(dtype))
+
+
+def tile_errors(tile):
+    """bfloat16's errors in the weight gradients of MLP and head, at 512 tokens."""
+    case = Case(1, SMALL, replace(ALL_ON, tile=tile), 512)
+    ours, ref = run(case, BF16), reference(SMALL, 0, [case.data()], BF16)
+    return {name: ((ours.grads[name] - grad).norm() / grad.norm()).item()
+            for name, grad in ref.grads.items() if "mlp" in name or "lm_head" in name}
+
+
+def test_weight_gradients_do_not_lose_digits_with_more_tiles():
+    """C2: the error is flat from 1 to 512 tiles (summed in bfloat16 it would grow tenfold)."""
+    one = tile_errors(0)
+    for tile in (32, 4, 1):
+        errors = tile_errors(tile)
+        assert all(errors[name] < 1.2 * one[name] for name in one), (one, errors)
+
+
+@pytest.mark.parametrize("C", [1, 2, 4])
+def test_without_any_label_loss_and_gradients_are_zero(C):
+    """A5: nothing to predict is not 0/0."""
+    ours = run(Case(C, SMALL, ALL_ON, 22, "no label"))
+    assert ours.loss == 0
+    assert all((grad == 0).all() for grad in ours.grads.values())
+
+
+def rank_logits(case, changed):
+    """Logits with and without another token at place `changed`."""
+    model, (tokens, labels) = build(case.config, case.seed), case.data()
+    other = tokens.clone()
+    other[changed] = (other[changed] + 1) % case.config.vocab_size
+    with torch.no_grad():
+        return [model.logits(upipe.shard(t, labels)[0], case.recipe) for t in (tokens, other)]
+
+
+@pytest.mark.parametrize("C", [2, 4])
+def test_a_token_reaches_every_later_rank_and_nothing_before_it(C):
+    """I5: attention is causal and crosses the ranks."""
+    before, after = map(torch.cat, zip(*RANKS[C](rank_logits, Case(C, SMALL, ALL_ON, 40), 3)))
+    assert torch.equal(before[:3], after[:3])
+    assert ((before - after)[3:].norm(dim=-1) > 1e-6).all()
+
+
+def rank_evaluation(case):
+    """Losses of three sequences under no_grad, before and after a step of plain descent."""
+    model = build(case.config, case.seed)
+    data = [upipe.shard(*replace(case, seed=i).data()) for i in range(3)]
+
+    def evaluate():
+        with torch.no_grad():
+            return [model(*part, case.recipe) for part in data]
+
+    first = evaluate()
+    assert all(p.grad is None for p in model.parameters())
+    step(model, case)
+    for p in model.parameters():
+        if case.C > 1:
+            dist.all_reduce(p.grad)
+        p.data -= p.grad
+    grads = [p.grad.clone() for p in model.parameters()]
+    second = evaluate()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads))
+    assert model.store.bytes == 0
+    return torch.stack(first + second)
+
+
+def test_evaluation_is_the_same_on_any_number_of_ranks():
+    """A9: no_grad gives the loss of training, leaves gradients alone, parks nothing."""
+    alone, *more = (sum(RANKS[C](rank_evaluation, Case(C, SMALL, ALL_ON, 21))) for C in (1, 2, 4))
+    expected = [reference(SMALL, 0, [Case(1, SMALL, ALL_ON, 21, seed=i).data()]) for i in range(3)]
+    np.testing.assert_allclose(alone[:3], [ref.loss for ref in expected], rtol=1e-9)
+    for losses in more:
+        np.testing.assert_allclose(losses, alone, rtol=1e-9)
+    assert alone[3] < alone[0]  # downhill: before and after are two different points
+
+
+# 6. What is legal ---------------------------------------------------------------------------------
+
+
+def test_legal_sizes_pass_and_all_others_are_refused_with_the_legal_ones():
+    """B2: check() agrees with legal(), told by hand, up to H = 24; a refusal names the choice."""
+    verdicts = Counter()
+    for H, C in ((H, C) for H in range(1, 25) for C in range(1, 18)):
+        for K, U in ((K, U) for K in range(1, H + 1) if H % K == 0 for U in range(1, H + 2)):
+            config = replace(SMALL, n_heads=H, n_kv_heads=K)
+            recipe = Recipe("upipe", heads_per_stage=U)
+            choice, verdict = legal(H, K, C), U in legal(H, K, C)
+            verdicts[verdict] += 1
+            if verdict:
+                recipe.check(config, C)
+                continue
+            with pytest.raises(ValueError) as refusal:
+                recipe.check(config, C)
+            assert (f"heads_per_stage={U}" if choice else f"{C} ranks") in str(refusal.value)
+            choice = choice or [c for c in range(1, H + 1) if legal(H, K, c)]
+            assert f"(legal: {', '.join(map(str, choice))})" in str(refusal.value)
+    assert min(verdicts.values()) > 500
+
+
+@pytest.mark.parametrize("word, C, recipe", [
+    ("plain", 2, Recipe()),
+    ("'flash'", 1, Recipe("flash")),
+    ("heads_per_stage", 1, Recipe(heads_per_stage=4)),
+    ("checkpoint", 1, Recipe(checkpoint=-1)),
+    ("tile", 1, Recipe(tile=-5)),
+    ("kernel", 1, Recipe(kernel="fast")),
+    ("keep_attention", 2, Recipe("upipe", keep_attention=True)),
+    ("keep_attention", 2, Recipe("upipe", checkpoint=2, keep_attention=True)),
+    ("offload", 2, Recipe("upipe", offload=True)),
+    ("stream", 2, Recipe("upipe", checkpoint=1, stream=True))])
+def test_recipes_that_contradict_themselves_are_refused_by_name(word, C, recipe):
+    """No switch is silently ignored."""
+    with pytest.raises(ValueError, match=word):
+        recipe.check(SMALL, C)
+
+
+def test_models_that_cannot_be_are_refused_by_name():
+    """K must divide H, heads are even, a rotary scaling is one that is implemented."""
+    for wrong in (dict(n_kv_heads=3), dict(head_dim=7), dict(rope_scaling=dict(rope_type="yarn"))):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            replace(SMALL, **wrong)
+
+
+def rank_refusal():
+    tokens = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="heads_per_stage=3"), Meter() as meter:
+        GPT(SMALL)(tokens, tokens, Recipe("upipe", heads_per_stage=3))
+    return sum(n for name, n in meter.calls.items() if name.startswith("c10d"))
+
+
+def test_a_refused_recipe_costs_no_communication():
+    """It raises on every rank before the first collective, so that nobody waits for anybody."""
+    assert RANKS[4](rank_refusal) == [0] * 4
+
+
+# 7. Weights and positions -------------------------------------------------------------------------
+
+
+def count_parameters(config):
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(config).parameters())
+
+
+@pytest.mark.parametrize("name, published", [
+    ("llama3.2-1b", 1.236e9), ("llama3.2-3b", 3.213e9), ("llama3-8b", 8.030e9),
+    ("llama3-70b", 70.55e9), ("qwen3-32b", 32.76e9)])
+def test_presets_have_the_published_number_of_parameters(name, published):
+    """To all published digits."""
+    assert float(f"{count_parameters(PRESETS[name]):.3e}") == float(f"{published:.3e}")
+
+
+def test_tiny_is_tiny():
+    """The default on a CPU: bytes, grouped kv heads, 0.3M to 1M parameters."""
+    tiny = PRESETS["tiny"]
+    assert tiny.vocab_size == 256 and tiny.n_kv_heads < tiny.n_heads
+    assert 3e5 <= count_parameters(tiny) <= 1e6
+
+
+def rank_weights(seed):
+    return GPT(SMALL, seed).state_dict()
+
+
+def test_initial_values_depend_on_seed_and_name_alone():
+    """F4: the same on every rank of every world; another seed or name is another value."""
+    expected, other = GPT(SMALL, seed=3).state_dict(), GPT(SMALL, seed=4).state_dict()
+    for weights in RANKS[2](rank_weights, 3) + RANKS[4](rank_weights, 3):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    matrices = [name for name, p in expected.items() if p.dim() > 1]
+    assert not any(torch.equal(expected[name], other[name]) for name in matrices)
+    assert len({expected[name][0, 0].item() for name in matrices}) == len(matrices)
+    tied = GPT(replace(SMALL, tie_embeddings=True), seed=3).state_dict()
+    assert all(torch.equal(tied[name], expected[name]) for name in tied)
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama3-8b", "llama3.2-1b"])
+def test_rotary_tables_are_exact_at_any_position(name):
+    """C1: float32 tables within 1e-6 of float64, up to 5M and in a shard that ends there."""
+    config, end = PRESETS[name], 5 * 2 ** 20
+    positions = torch.tensor([0, 1, 65_535, 2 ** 20, 5_000_000, *range(end - 99, end)])
+    angle = positions.numpy()[:, None] * ref_frequencies(config).numpy()
+    tables = upipe.rotary(config, positions)
+    assert tables.dtype == F32
+    np.testing.assert_allclose(tables[:, 0].double(), np.cos(angle), atol=1e-6, rtol=0)
+    np.testing.assert_allclose(tables[:, 1].double(), np.sin(angle), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama3-8b", "llama3.2-1b"])
+def test_scores_at_five_million_depend_on_the_distance_alone(name):
+    """To move query and key by 5,000,000 tokens changes their score by less than 1e-5."""
+    config, far = PRESETS[name], 5_000_000
+    q, k = torch.randn(2, 1, 1, config.head_dim, generator=torch.manual_seed(0))
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+
+    def score(i, j):
+        tables = upipe.rotary(config, torch.tensor([i, j]))
+        return (upipe.rotate(q, tables[:1]) * upipe.rotate(k, tables[1:])).sum().item()
+
+    for distance in (0, 1, 77, 4096, 1_000_003):
+        expected = (ref_rotate(q.double(), config, distance) * k.double()).sum().item()
+        assert abs(score(distance, 0) - expected) < 1e-5
+        assert abs(score(far + distance, far) - expected) < 1e-5
+
+
+def rank_shard(tokens, labels):
+    return upipe.shard(tokens, labels)
+
+
+@laws(40)
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 30))
+def test_shards_tile_the_sequence_and_pad_its_end_with_ignored_labels(C, n):
+    """I3: equal slices in the order of the ranks, without gap or overlap."""
+    tokens, labels = torch.arange(1, n + 1), torch.arange(101, n + 101)
+    parts, s = RANKS[C](rank_shard, tokens, labels), -(-n // C)
+    assert all(len(t) == len(l) == s for t, l in parts)
+    assert torch.equal(torch.cat([t for t, _ in parts])[:n], tokens)
+    assert torch.cat([l for _, l in parts]).tolist() == labels.tolist() + [-100] * (s * C - n)
+
+
+# 8. Kernels, all-to-all, stages, buffers, host store ----------------------------------------------
+
+
+def laid_out(x, layout):
+    """The same values, laid out in memory as others make them."""
+    if layout == "split":  # part of a wider projection
+        return torch.cat([x, x + 1], dim=-1)[..., :x.shape[-1]]
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if layout == "transposed" else x
+
+
+LAYOUTS = st.sampled_from(["contiguous", "split", "transposed"])
+
+
+@laws(60)
+@given(S=st.integers(1, 40), n=st.integers(1, 3), G=st.integers(1, 3), half=st.integers(1, 8),
+       layout=LAYOUTS)
+def test_the_kernel_pair_is_naive_attention_and_its_gradient(S, n, G, half, layout):
+    """K3: o, the log-sum-exp, dq, dk, dv, whatever the strides of what goes in."""
+    rng, d = torch.manual_seed(S), 2 * half
+    q, k, v, do = (torch.randn(S, h, d, dtype=F64, generator=rng) for h in (n * G, n, n, n * G))
+    inputs = [laid_out(x, layout) for x in (q, k, v)]
+    o, lse = upipe.flash_forward(*inputs)
+    grads = upipe.flash_backward(laid_out(do, layout), *inputs, o, lse)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    expected = ref_attention(q, k, v)
+    expected.backward(do)
+    expected = expected, ref_scores(q, k).logsumexp(-1), q.grad, k.grad, v.grad
+    for ours, ref in zip((o, lse, *grads), expected):
+        torch.testing.assert_close(ours, ref, rtol=1e-10, atol=1e-12)
+    assert all(x.is_contiguous() for x in (o, *grads))
+
+
+def test_a_kernel_call_beyond_32_bits_is_refused_before_launch():
+    """C4: four heads at 5M tokens do not fit one call, and the numbers are named; a stage does."""
+    S, H, d = 5 * 2 ** 20, 4, 128
+    q = torch.empty(S, H, d, device="meta", dtype=BF16)
+    with pytest.raises(ValueError, match=f"{S} tokens x {H} heads x {d} .* {S * H * d} "):
+        upipe.flash_forward(q, q, q)
+    assert all(S * config.head_dim < 2 ** 31 for config in PRESETS.values())
+
+
+def rank_all_to_all(s, u, d, dtype, layout):
+    """Element (token, head, j) holds a number of its own, modulo 251: exact in bfloat16."""
+    rank, C = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def numbers(tokens, heads):
+        t, h, j = torch.meshgrid(tokens, heads, torch.arange(d), indexing="ij")
+        return ((t * C * u + h) * d + j).remainder(251).to(dtype)
+
+    mine = numbers(rank * s + torch.arange(s), torch.arange(C * u))  # my tokens, all heads
+    theirs = numbers(torch.arange(C * s), rank * u + torch.arange(u))  # all tokens, my heads
+    x = laid_out(mine.view(s, C, u, d).transpose(0, 1), layout).requires_grad_()  # [C, s, u, d]
+    y = upipe.seq_to_heads(x)
+    y.backward(laid_out(2 * y.detach(), layout))
+    back = upipe.heads_to_seq(laid_out(y.detach(), layout))
+    return torch.equal(y, theirs) and torch.equal(back, x) and torch.equal(x.grad, 2 * x)
+
+
+@laws(40)
+@given(C=st.sampled_from([1, 2, 4]), s=st.integers(1, 9), u=st.integers(1, 4), d=st.integers(1, 6),
+       dtype=st.sampled_from([F32, BF16]), layout=LAYOUTS)
+def test_all_to_all_sorts_heads_and_tokens_and_comes_back_exactly(C, s, u, d, dtype, layout):
+    """B5, K3: all tokens in order, my heads in order; back is the identity, and the gradient."""
+    assert all(RANKS[C](rank_all_to_all, s, u, d, dtype, layout))
+
+
+def test_stages_visit_every_head_once_and_load_every_kv_head_once():
+    """Query head i meets kv head i // G, in the place where the kernel looks for it, for any U."""
+    for C, H, K, U in ((C, H, K, U) for C, H, K in SIZES for U in legal(H, K, C)):
+        visited = []
+        for r, loads in enumerate([upipe.stages(H, K, C, U)] * C):
+            loaded = [j for kv, _ in loads for j in range(kv.start, kv.stop)]
+            assert loaded == list(range(max(1, K // C)))
+            for kv, stage in ((kv, stage) for kv, queries in loads for stage in queries):
+                kv_heads = [r * K // C + j for j in range(kv.start, kv.stop)]
+                q_heads = [r * H // C + i for i in range(stage.start, stage.stop)]
+                readers = len(q_heads) // len(kv_heads)  # kernels pair head a with a // readers
+                assert len(q_heads) == U // C
+                assert [i * K // H for i in q_heads] == np.repeat(kv_heads, readers).tolist()
+                visited += q_heads
+        assert sorted(visited) == list(range(H))
+
+
+def test_stages_worked_by_hand():
+    """8 query heads and 4 kv heads on 2 ranks: each has 4 and 2, and a kv head has two readers."""
+    one, two = slice(0, 1), slice(1, 2)
+    assert upipe.stages(8, 4, 2, U=2) == [(one, [slice(0, 1), slice(1, 2)]),
+                                          (two, [slice(2, 3), slice(3, 4)])]
+    assert upipe.stages(8, 4, 2, U=4) == [(one, [slice(0, 2)]), (two, [slice(2, 4)])]
+    assert upipe.stages(8, 4, 2, U=8) == [(slice(0, 2), [slice(0, 4)])]
+
+
+def rank_addresses(case):
+    """role -> (how often it was taken, at how many addresses), over two steps."""
+    model, seen = build(case.config, case.seed), {}
+
+    def see(out, buffers, role, *_):
+        seen.setdefault(role, []).append(out.data_ptr())
+
+    with watched(upipe.StageBuffers, "take", see):
+        step(model, case)
+        step(model, case)
+    return {role: (len(addresses), len(set(addresses))) for role, addresses in seen.items()}
+
+
+@pytest.mark.parametrize("K, U", [(1, 2), (2, 2), (2, 4), (2, 8), (8, 8)])
+def test_stage_buffers_never_move(K, U):
+    """They are allocated once and serve every stage, layer and step."""
+    config = replace(EIGHT, n_kv_heads=K, n_layers=3)
+    case = Case(2, config, replace(ALL_ON, heads_per_stage=U), 40)
+    for seen in RANKS[2](rank_addresses, case):
+        assert set(seen) == {"send", "q", "k", "v", "o", "do"}
+        assert all(uses > 1 and addresses == 1 for uses, addresses in seen.values()), seen
+
+
+def fetched(entry, order):
+    """What comes back from the host, and what should."""
+    parked, x = entry
+    if order == "fetch":
+        return parked.fetch(), x
+    return torch.cat([part for _, _, part in upipe.rows(parked, 2)]), x
+
+
+@laws(40)
+@given(st.lists(st.tuples(st.sampled_from(["park", "drop", "fetch", "rows"]), st.integers(0, 9)),
+                max_size=40))
+def test_the_host_store_returns_what_was_parked_and_reuses_its_slabs(orders):
+    """In any order of parking, fetching, dropping: right values, exact counts, no slab leaked."""
+    store, parked, most, size = upipe.HostStore(), [], 0, 7 * 3 * 4
+    for n, (order, i) in enumerate(orders):
+        if order == "park":
+            x = torch.full((7, 3), float(n))
+            parked.append((store.park(x), x.clone()))
+            x.zero_()  # copied: nobody looks at x any more
+        elif parked and order == "drop":
+            del parked[i % len(parked)]
+        elif parked:
+            got, x = fetched(parked[i % len(parked)], order)
+            assert torch.equal(got, x)
+            got.zero_()  # ours: the slab must not notice
+        most = max(most, len(parked))
+        assert store.bytes == len(parked) * size
+        assert store.slab_bytes == most * size  # a free slab is used before a new one is made
+    assert all(torch.equal(entry.fetch(), x) for entry, x in parked)
+
+
+def test_slabs_are_no_larger_than_what_they_hold():
+    """D1: 1.05 x 2^k bytes take at most 5% more; slabs of sizes that are gone do not stay."""
+    store, odd = upipe.HostStore(), torch.zeros(int(1.05 * 2 ** 18))
+    parked = [store.park(odd) for _ in range(32)]
+    assert store.bytes == 32 * odd.nbytes
+    assert store.bytes <= store.slab_bytes <= 1.05 * store.bytes
+    parked.clear()
+    parked.append(store.park(torch.zeros(100)))
+    assert store.bytes == 400 and store.slab_bytes <= 420
+
+
+def rank_abandoned(case):
+    """(parked, slab bytes) after a step, forwards without backward, a failure and a step; grads."""
+    model, counts = build(case.config, case.seed), []
+    tokens, labels = upipe.shard(*case.data())
+
+    def count():
+        counts.append((model.store.bytes, model.store.slab_bytes))
+
+    step(model, case)
+    count()
+    for _ in range(50):
+        model(tokens, labels, case.recipe)
+    count()
+    fails = model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    try:
+        model(tokens, labels, case.recipe)
+    except ZeroDivisionError:
+        pass
+    count()
+    fails.remove()
+    model.zero_grad()
+    step(model, case)
+    count()
+    return counts, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", [ALL_ON, replace(ALL_ON, stream=False), TWO_LEVELS])
+def test_the_store_is_empty_between_steps_whatever_happened_to_them(recipe):
+    """E3: abandoned forwards and an exception leave nothing behind, and the next step is right."""
+    case = Case(2, replace(SMALL, n_layers=3), recipe, 40)
+    results = RANKS[2](rank_abandoned, case)
+    for counts, _ in results:
+        assert [parked for parked, _ in counts] == [0] * 4
+        assert len({slabs for _, slabs in counts}) == 1
+    for name, grad in reference(case.config, case.seed, [case.data()]).grads.items():
+        assert_close(name, sum(grads[name] for _, grads in results), grad, 1e-9)
+
+
+# 9. Counts of memory and traffic ------------------------------------------------------------------
+
+
+@contextmanager
+def simulated_ranks(C):
+    """Makes this process rank 0 of C whose others are not there: collectives return at once, with
+    garbage. For counts only, and exact: gloo's threads let go of a tensor when they please."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=C)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def block_peaks(case):
+    """Peaks of live device elements in the middle one of three blocks, forward and backward."""
+    model, meter, peaks = GPT(case.config), Meter(), {}
+
+    def begin(*_):
+        meter.peak = meter.bytes()
+
+    def end(way):
+        peaks[way] = meter.peak / 4  # float32
+
+    def after_middle(module, args, y):
+        end("forward")
+        y.register_hook(begin)  # y's gradient is complete: the backward pass of this block begins
+
+    def after_first(module, args, y):
+        y.register_hook(lambda dy: end("backward"))
+
+    model.layers[0].register_forward_hook(after_first)
+    model.layers[1].register_forward_pre_hook(begin)
+    model.layers[1].register_forward_hook(after_middle)
+    with simulated_ranks(case.C), meter:
+        step(model, case)
+    return np.array([peaks["forward"], peaks["backward"]])
+
+
+def elements_per_token(config, recipe):
+    """[forward, backward] peaks of a block per token of a rank: the slope between two lengths, so
+    that parameters, their gradients and one tile's temporaries, which do not grow, drop out."""
+    short, long = (block_peaks(Case(2, config, recipe, n)) for n in (256, 512))
+    return (long - short) / 128
+
+
+@pytest.mark.parametrize("H, K", [(8, 2), (8, 8), (8, 1), (16, 2)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_block_holds_what_is_promised_and_no_more_with_more_stages(stream, H, K):
+    """At most 3 sD + 8 sUd forward and 3.5 sD + 2 sKd + 12 sUd backward; smaller stages, less."""
+    D, d = 128, 128 // H
+    config = replace(SMALL, dim=D, n_layers=3, n_heads=H, n_kv_heads=K, head_dim=d)
+    before = math.inf
+    for U in reversed(legal(H, K, 2)):
+        recipe = replace(ALL_ON, stream=stream, tile=64, heads_per_stage=U)
+        peaks = elements_per_token(config, recipe)
+        assert peaks[0] <= 3 * D + 8 * U * d
+        assert peaks[1] <= 3.5 * D + 2 * K * d + 12 * U * d
+        assert (peaks <= before).all()
+        before = peaks
+
+
+def rank_traffic(case):
+    """Elements in a step's send buffers, [forward, backward], per block and token of a rank."""
+    model, sent = build(case.config, case.seed), [0]
+    tokens, labels = upipe.shard(*case.data())
+
+    def see(_, out, x):
+        sent[-1] += x.numel()
+
+    with watched(dist, "all_to_all_single", see):
+        loss = model(tokens, labels, case.recipe)
+        sent.append(0)
+        loss.backward()
+    return [n / case.config.n_layers / len(tokens) for n in sent]
+
+
+@pytest.mark.parametrize("C, H, K", [(2, 8, 4), (2, 8, 1), (4, 8, 8), (4, 8, 2), (4, 4, 4)])
+def test_traffic_does_not_depend_on_the_stages(C, H, K):
+    """(2H + 2K) s d forward, (4H + 4K) s d backward, one forward more to run attention again."""
+    config = replace(SMALL, n_heads=H, n_kv_heads=K)
+    one = (H + max(K, C)) * config.head_dim  # a replicated kv head counts for each of its ranks
+    for U in legal(H, K, C):
+        keep = replace(ALL_ON, heads_per_stage=U)
+        again = replace(keep, keep_attention=False)
+        for recipe, backward in ((keep, 4), (again, 6), (replace(again, checkpoint=2), 6)):
+            sent = RANKS[C](rank_traffic, Case(C, config, recipe, 8))
+            assert sent == [[2 * one, backward * one]] * C
+
+
+def rank_largest(case, dtype):
+    model = GPT(case.config).to(dtype)
+    with Meter() as meter:
+        step(model, case)
+    return meter.largest
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("recipe", [replace(ALL_ON, tile=256), Recipe("upipe"),
+                                    Recipe("ulysses", checkpoint=2)])
+def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(recipe, dtype):
+    """D2: at S = 2048 none has S * S / 4 elements, scores, masks and position grids included."""
+    case = Case(2, SMALL, recipe, 2048)
+    assert max(RANKS[2](rank_largest, case, dtype)) < 2048 * 2048 / 4
+
+
+# 10. Who may hold a gradient, who may change it ---------------------------------------------------
+
+SWITCHES = {"plain": Recipe(), "plain, tiled": Recipe(tile=4), "upipe": Recipe("upipe"),
+            "upipe, tiled": Recipe("upipe", tile=4), "checkpoint": Recipe("upipe", checkpoint=1),
+            "kept": replace(ALL_ON, stream=False), "all on": ALL_ON}
+every_switch = pytest.mark.parametrize("recipe", SWITCHES.values(), ids=SWITCHES)
+
+
+def two_blocks(recipe, backward):
+    """x -> block 0 -> h -> block 1 -> y, then backward(y): the gradients of x and h are right."""
+    model, w, results = build(SMALL, 0), random_weights(SMALL, 0), []
+    x = torch.randn(21, SMALL.dim, dtype=F64, generator=torch.manual_seed(0))
+    p = model._start(torch.zeros(21, dtype=torch.int64), recipe, None)
+    for block in (lambda i, x: model.layers[i](x, p), lambda i, x: ref_block(w, SMALL, x, i)):
+        x = x.detach().requires_grad_()
+        h = block(0, x)
+        h.retain_grad()
+        backward(block(1, h))
+        results.append((x.grad, h.grad))
+    for ours, ref in zip(*results):
+        assert_close("gradient", ours, ref, 1e-9)
+
+
+@every_switch
+def test_an_expanded_gradient_is_taken_as_any_other(recipe):
+    """y.sum().backward() hands a block one number that pretends to be [s, D]."""
+    two_blocks(recipe, lambda y: y.sum().backward())
+
+
+@every_switch
+def test_a_gradient_that_the_caller_holds_is_never_altered(recipe):
+    """Neither the one handed in, of any layout, nor the one that autograd retains in between."""
+    for layout in ("contiguous", "transposed"):
+        dy = laid_out(torch.randn(21, SMALL.dim, dtype=F64), layout)
+        before = dy.clone()
+        two_blocks(recipe, lambda y: y.backward(dy))
+        assert torch.equal(dy, before)
+
+
+@pytest.mark.parametrize("recipe", [*list(SWITCHES.values())[2:], TWO_LEVELS,
+                                    Recipe("upipe", checkpoint=2)])
+def test_a_second_backward_is_refused(recipe):
+    """What it would need is gone: RuntimeError, not garbage; the next step is none the worse."""
+    case, model = Case(1, SMALL, recipe, 21), build(SMALL, 0)
+    loss = model(*case.data(), recipe)
+    loss.backward(retain_graph=recipe.checkpoint > 0)
+    with pytest.raises(RuntimeError, match="backward"):
+        loss.backward()
+    model.zero_grad()
+    step(model, case)
+    ref = reference(SMALL, 0, [case.data()])
+    for name, p in model.named_parameters():
+        assert_close(name, p.grad, ref.grads[name], 1e-9)
+
+
+# 11. Sharded weights: FSDP, accumulation, data parallel -------------------------------------------
+
+
+@functools.cache
+def job_of(cp):
+    """What train.py's join() makes of a worker."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // cp, cp), mesh_dim_names=("dp", "cp"))
+    return train.Job(rank, world, torch.device("cpu"), world // cp, rank // cp, cp, rank % cp,
+                     mesh["cp"].get_group(), init_device_mesh("cpu", (world,)))
+
+
+@dataclass
+class Step:
+    """What a rank sees of a training step; gradients and weights are gathered from all."""
+    loss: float
+    norm: float
+    grads: dict
+    weights: dict
+    elements: int     # of parameters on this rank
+    collectives: tuple  # all-gathers, reduce-scatters
+
+
+def rank_sharded_step(config, recipe, windows, cp, clip=0.0, dtype=F64):
+    """A step of SGD with learning rate 1, which hides no scale. windows[g]: group g's sequences."""
+    job = job_of(cp)
+    model = build(config, 0, F64 if dtype == F64 else F32)
+    train.shard_model(model, job.everyone, dtype)
+    batch = [upipe.shard(*window, job.group) for window in windows[job.dp_rank]]
+    with Meter() as meter:
+        loss, norm = train.train_step(
+            job, model, torch.optim.SGD(model.parameters(), lr=1.0), batch,
+            sum(map(count_labels, windows)), replace(recipe, group=job.group), clip, 1)
+    named = dict(model.named_parameters())
+    return Step(loss, norm, {name: p.grad.full_tensor() for name, p in named.items()},
+                {name: p.full_tensor().detach() for name, p in named.items()},
+                sum(p.to_local().numel() for p in named.values()),
+                tuple(sum(n for name, n in meter.calls.items() if kind in name)
+                      for kind in ("allgather", "reduce_scatter")))
+
+
+def windows_of(counts, n=40):
+    """Sequences of n tokens, of which so many labels count, the last ones."""
+    for seed, count in enumerate(counts):
+        tokens, labels = Case(1, SMALL, Recipe(), n, seed=seed).data()
+        yield tokens, torch.where(torch.arange(n) >= n - count, labels, -100)
+
+
+def whole_norm(grads):
+    return math.sqrt(sum(grad.pow(2).sum().item() for grad in grads.values()))
+
+
+def sharded_steps(config, recipe, windows, world, cp, ref, clip=0.0):
+    """Every rank's view of the step, and it equals the reference's."""
+    steps = RANKS[world](rank_sharded_step, config, recipe, windows, cp, clip)
+    before, norm = random_weights(config, 0), whole_norm(ref.grads)
+    scale = clip / (norm + 1e-6) if clip else 1.0  # as torch.nn.utils.clip_grad_norm_ does
+    for seen in steps:
+        assert seen.loss == pytest.approx(ref.loss, rel=1e-9)
+        assert seen.norm == pytest.approx(norm, rel=1e-9)
+        for name, grad in ref.grads.items():
+            assert_close(name, seen.grads[name], scale * grad, 1e-9)
+            assert_close(name, before[name] - seen.weights[name], scale * grad, 1e-9)
+            assert torch.equal(seen.weights[name], steps[0].weights[name])
+    return steps
+
+
+SHARDED = {"all on": (ALL_ON, False), "all on, tied": (ALL_ON, True),
+           "two levels, tied": (TWO_LEVELS, True), "upipe": (Recipe("upipe"), False),
+           "ulysses, tiled, tied": (Recipe("ulysses", tile=5), True)}
+
+
+@pytest.mark.parametrize("recipe, tied", SHARDED.values(), ids=SHARDED)
+@pytest.mark.parametrize("world, cp", [(2, 2), (4, 4), (4, 2), (2, 1)])
+def test_sharded_steps_equal_one_process(world, cp, recipe, tied):
+    """A1, A3, F2: loss, norm, gradients and weights, with accumulation over unequal label counts,
+    on one group or two; and no rank holds more than its share."""
+    config, groups = replace(SMALL, tie_embeddings=tied, n_layers=3), world // cp
+    windows = list(windows_of([38, 3, 17, 40][:2 * groups]))
+    dealt = [windows[g::groups] for g in range(groups)]
+    steps = sharded_steps(config, recipe, dealt, world, cp, reference(config, 0, windows))
+    share = sum(-(-len(p) // world) * p[0].numel() for p in random_weights(config, 0).values())
+    assert all(seen.elements <= share for seen in steps)
+
+
+@pytest.mark.parametrize("world, cp", [(2, 2), (4, 2)])
+def test_clipping_goes_by_the_norm_of_the_whole_gradient(world, cp):
+    """A10: clipped to a tenth of its norm, the step is a tenth of the gradient, on every rank."""
+    windows = list(windows_of([38, 3][:world // cp]))
+    ref = reference(SMALL, 0, windows)
+    sharded_steps(SMALL, ALL_ON, [[window] for window in windows], world, cp, ref,
+                  clip=whole_norm(ref.grads) / 10)
+
+
+@pytest.mark.parametrize("recipe", [ALL_ON, Recipe("upipe")])
+def test_collectives_do_not_depend_on_the_tiles(recipe):
+    """F1, F3: as many all-gathers and reduce-scatters for any tile, though one shard is padding."""
+    windows = list(windows_of([8], n=9))
+    ref, counts = reference(SMALL, 0, windows), set()
+    for tile in (0, 1, 2):
+        steps = sharded_steps(SMALL, replace(recipe, tile=tile), [windows], 4, 4, ref)
+        counts |= {seen.collectives for seen in steps}
+    units = SMALL.n_layers + 3  # blocks, embedding, head, root
+    (gathers, scatters), = counts
+    assert scatters == units and units <= gathers <= 2 * units
+
+
+def test_bfloat16_compute_on_float32_shards_is_off_by_its_rounding_alone():
+    """Mixed precision under FSDP: the tolerance of bfloat16 without it."""
+    windows = list(windows_of([38, 3]))
+    ref = reference(SMALL, 0, windows, BF16)
+    for seen in RANKS[2](rank_sharded_step, SMALL, ALL_ON, [windows], 2, 0.0, BF16):
+        for name, grad in ref.grads.items():
+            assert seen.grads[name].dtype == F32
+            assert_close(name, seen.grads[name], grad, 16 * rounding(BF16))
+
+
+def rank_sharded_weights(seed):
+    with torch.device("meta"):
+        model = GPT(SMALL)
+    train.shard_model(model, job_of(1).everyone, F32).to_empty(device="cpu")
+    model.init_weights(seed)
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sharded_initial_values_are_those_of_one_process(world):
+    """F4: built on the meta device, sharded, then filled: the same bits."""
+    expected = GPT(SMALL, seed=3).state_dict()
+    for weights in RANKS[world](rank_sharded_weights, 3):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def rank_poisoned_step():
+    """Two good steps, then one that meets inf on rank 1 -> (message, is all as before?)."""
+    job = job_of(2)
+    model = train.shard_model(build(SMALL, 0), job.everyone, F64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = [upipe.shard(*next(windows_of([38])), job.group)]
+    recipe = replace(ALL_ON, group=job.group)
+
+    def state():
+        moments = [m for moments in optimizer.state.values() for m in moments.values()]
+        tensors = [*model.parameters(), *moments]
+        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+    for number in (1, 2):
+        train.train_step(job, model, optimizer, batch, 38, recipe, 1.0, number)
+    before = [t.detach().clone() for t in state()]
+    if job.rank == 1:
+        model.layers[-1].register_forward_hook(lambda module, args, y: y * math.inf)
+    with pytest.raises(train.BadInput) as stop:
+        train.train_step(job, model, optimizer, batch, 38, recipe, 1.0, 3)
+    return str(stop.value), all(torch.equal(a, b) for a, b in zip(state(), before))
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_spoils_nothing():
+    """J1: inf meets one rank, all stop at that step, weights and optimizer as they were."""
+    (message, untouched), (other, untouched_too) = RANKS[2](rank_poisoned_step)
+    assert message == other
+    assert all(word in message for word in ("step 3", "rank 1", "nan"))
+    assert untouched and untouched_too
+
+
+# 12. Data -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n, ctx, cp, start", [
+    (200, 32, 4, 0), (200, 30, 4, 7), (200, 3, 4, 100), (20, 64, 2, 3), (65, 64, 4, 0),
+    (33, 64, 4, 0)])
+def test_slices_of_a_window_are_its_shards(tmp_path, n, ctx, cp, start):
+    """A7, I3: shifted before the split; of ctx + 1 tokens the last is a label; padded."""
+    ids = torch.arange(1000, 1000 + n)
+    np.save(tmp_path / "ids.npy", torch.cat([ids, ids[:n // 9 + 1]]))  # the last tenth is held out
+    data, _ = train.open_data(str(tmp_path / "ids.npy"), 2 ** 20, ctx=2)
+    assert len(data) == n
+    parts = [train.read_slice(data, start, ctx, cp, rank) for rank in range(cp)]
+    tokens, labels = map(torch.cat, zip(*parts))
+    real = min(ctx, n - 1 - start)
+    assert {len(t) for t, _ in parts} == {-(-ctx // cp)}
+    assert torch.equal(tokens[:real], ids[start:start + real])
+    assert torch.equal(labels[:real], ids[start + 1:start + real + 1])
+    assert (labels[real:] == -100).all()
+
+
+def window_starts(steps, n, seed=0):
+    """Where the windows of 64 tokens start that two groups train on, two in each step."""
+    jobs = [SimpleNamespace(dp=2, dp_rank=group) for group in range(2)]
+    return [start for step in range(steps) for job in jobs
+            for start in train.train_starts(job, range(n), 64, seed, step, grad_accum=2)]
+
+
+def test_windows_depend_on_seed_step_and_group_alone():
+    """I3: no two groups or steps of an epoch share a token; another seed, another order."""
+    epoch = window_starts(3, n=1000)
+    assert all(b - a >= 64 for a, b in zip(sorted(epoch), sorted(epoch)[1:]))
+    assert epoch == window_starts(3, n=1000)
+    assert epoch != window_starts(3, n=1000, seed=1)
+
+
+def test_windows_go_round_when_the_data_ends():
+    """K1: 2.5 windows per group last for any number of steps, and each lies within the data."""
+    starts = window_starts(50, n=321)
+    assert len(starts) == 200 and all(0 <= start <= 321 - 65 for start in starts)
+
+
+# 13. The program train.py -------------------------------------------------------------------------
+
+HERE = Path(__file__).parent
+RUN = "import sys; sys.path.insert(0, sys.argv.pop(1)); import train; {before}; train.run()"
+QUICK = ["--ctx", "64", "--layers", "2", "--eval-windows", "2", "--steps", "2"]
+
+
+def launch(ranks, flags, before="pass", limit=60):
+    """train.py on `ranks` processes as torchrun starts them; for 0 ranks, as plain python does.
+
+    -> rank 0's exit code, and the stdout and stderr of all. Like torchrun, ends the others when
+    rank 0 has ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", RUN.format(before=before), str(HERE), *map(str, flags)]
+    processes = []
+    for rank in range(max(1, ranks)):
+        place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
+                     MASTER_ADDR="127.0.0.1", MASTER_PORT=port) if ranks else {}
+        env = os.environ | {name: str(value) for name, value in place.items()}
+        processes.append(subprocess.Popen(command, env=env | {"OMP_NUM_THREADS": "1"}, text=True,
+                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    try:
+        out, err = processes[0].communicate(timeout=limit)
+        for process in processes[1:]:
+            process.terminate()
+            out, err = (a + b for a, b in zip((out, err), process.communicate(timeout=10)))
+        return processes[0].returncode, out, err
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def torchrun(*command, limit):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+               *map(str, command)]
+    return subprocess.run(command, cwd=HERE, text=True, capture_output=True, timeout=limit)
+
+
+def losses(out):
+    """The losses of the steps that a run printed."""
+    return re.findall(r"^step +\d+ \| loss ([\d.]+)", out, re.MULTILINE)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Small files, right and wrong."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_bytes(b"to be or not to be, that is the question. " * 400)
+    (folder / "empty").mkdir()
+    ids = np.arange(1000) % 250
+    ids.astype("<u4").tofile(folder / "wide.bin")
+    np.save(folder / "floats.npy", ids / 2)
+    ids[750] = 256  # in the second half of any window of 800 of the first 900: for rank 1 alone
+    np.save(folder / "outside.npy", ids)
+    return folder
+
+
+BAD = {  # name: (ranks, flags, what the message must say)
+    "unknown model": (0, "--model gpt5", "gpt5", "llama3-8b"),
+    "ctx without meaning": (0, "--ctx 5x", "5x", "128k"),
+    "ctx of nothing": (0, "--ctx 0", "0", "128k"),
+    "unknown flag": (0, "--ctxx 8", "--ctxx"),
+    "stage size": (0, "--heads-per-stage 3", "heads_per_stage=3", "legal: 1, 2, 4, 8"),
+    "stage size on two ranks": (2, "--heads-per-stage 3", "heads_per_stage=3", "legal: 2, 4, 8"),
+    "cp": (2, "--cp 3", "--cp 3", "2 ranks"),
+    "plain on two ranks": (2, "--attention plain", "'plain'", "'upipe'"),
+    "contradiction": (0, "--checkpoint 0 --offload", "offload", "checkpoint"),
+    "no such data": (2, "--data DATA/nowhere", "nowhere"),
+    "empty folder": (0, "--data DATA/empty", "empty"),
+    "ctx larger than the data": (0, "--ctx 20k --data DATA/text.txt", "20k", "15120"),
+    "no integers": (0, "--data DATA/floats.npy", "floats.npy", "float64"),
+    "integers of another width": (0, "--data DATA/wide.bin", "wide.bin", "uint"),
+    "token outside the vocabulary": (2, "--data DATA/outside.npy --ctx 800", "outside.npy", "256"),
+    "days on a CPU": (2, "--ctx 5M --model tiny", "5m", "--force"),
+    "more than the memory": (0, "--ctx 128k --model llama3-70b", "GiB", "--force"),
+}
+
+
+@pytest.fixture(scope="session")
+def refusals(data):
+    """name -> (seconds, exit code, stdout, stderr) of each bad input, run two at a time."""
+    def refuse(bad):
+        begin = time.monotonic()
+        try:
+            result = launch(bad[0], bad[1].replace("DATA", str(data)).split())
+        except subprocess.TimeoutExpired:
+            result = None, "", "hangs"
+        return time.monotonic() - begin, *result
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(BAD, pool.map(refuse, BAD.values())))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(name, refusals):
+    """I1 and others: what is wrong and what would be right, within seconds, before any step."""
+    seconds, code, out, err = refusals[name]
+    assert code == 2, err
+    assert err.startswith("train.py: ") and err.count("\n") == 1, err
+    assert all(word in err for word in BAD[name][2:]), err
+    assert not losses(out) and seconds < 30
+
+
+def test_torchrun_trains_on_two_ranks_and_the_loss_falls(data):
+    """The README's command, shorter: every step prints its line, the end validates."""
+    done = torchrun("train.py", "--ctx", 256, "--steps", 30, "--data", data / "text.txt",
+                    "--eval-windows", 2, limit=120)
+    assert done.returncode == 0, done.stderr
+    first, *_, last = map(float, losses(done.stdout))
+    assert len(losses(done.stdout)) == 30 and 4 < first < 7 and last < 0.6 * first
+    assert all(word in done.stdout for word in ("upipe", "256 tokens", "stages", "validation loss"))
+
+
+def test_one_process_needs_no_launcher_and_no_port_and_trains_the_same(data):
+    """H1, H2, A9: plain python, torchrun with one rank and with two print the same losses, every
+    switch on, on a machine that may have no GPU and cannot open a port."""
+    flags = [*QUICK, "--data", data / "text.txt", "--offload", "--stream", "--dtype", "float64",
+             "--device", "cpu"]
+    no_port = "import torch.distributed; torch.distributed.TCPStore = None"
+    runs = [launch(0, flags, no_port), launch(1, flags), launch(2, flags)]
+    assert [code for code, _, _ in runs] == [0] * 3, runs
+    assert len(losses(runs[0][1])) == 2
+    for wanted in (r"step .* \| loss [\d.]+", r"validation loss [\d.]+"):
+        assert len({tuple(re.findall(wanted, out)) for _, out, _ in runs}) == 1
+
+
+def test_two_groups_train_past_the_end_of_a_short_file(data, tmp_path):
+    """K1: 2.5 windows for each, seven steps: no hang, exit code 0."""
+    short = tmp_path / "short.txt"
+    short.write_bytes((data / "text.txt").read_bytes()[:357])  # 321 of them to train on
+    code, out, err = launch(2, ["--cp", 1, *QUICK, "--steps", 7, "--data", short])
+    assert code == 0, err
+    assert len(losses(out)) == 7
+
+
+FAILING = """
+import os, signal, sys, time
+sys.path.insert(0, {here!r})
+import train
+train_step = train.train_step
+def failing_step(*args):
+    if os.environ["RANK"] == "1" and args[-1] == 2:
+        {deed}
+    return train_step(*args)
+train.train_step = failing_step
+train.run()
+"""
+
+
+@pytest.mark.parametrize("deed, timeout, said", [
+    ("raise RuntimeError('rank 1 broke')", 60, "RuntimeError: rank 1 broke"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", 60, "SIGKILL"),
+    ("time.sleep(600)", 10, "imed out")])
+def test_a_rank_that_fails_dies_or_stalls_takes_the_job_down(deed, timeout, said, data, tmp_path):
+    """K2: all gone within a minute, exit code not 0, and rank 1's own error comes first."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(here=str(HERE), deed=deed))
+    done = torchrun(script, *QUICK, "--data", data / "text.txt", "--timeout", timeout, limit=60)
+    assert done.returncode != 0
+    assert said in done.stderr
+    errors = re.findall(r"^\w*Error: .*", done.stderr, re.MULTILINE)
+    assert "RuntimeError" not in said or errors[0] == said
+
+
+# 14. The dry run ----------------------------------------------------------------------------------
+
+WATCHED = GPTConfig(vocab_size=128, dim=64, n_layers=3, n_heads=8, n_kv_heads=2, head_dim=8,
+                    ffn_dim=160)
+
+
+def settled(*flags):
+    """(args, config, recipe) as train.py makes them of its flags."""
+    args = train.parse_args(["--dry-run", *flags])
+    config, recipe, _ = train.settle(args)
+    return args, config, recipe
+
+
+def watched_flags(C, changes):
+    """The arguments of one row of the road on C ranks of a CPU, for WATCHED."""
+    args, _, _ = settled("--device", "cpu", "--model", "tiny", "--ctx", "600", "--world", str(C),
+                         "--tile", "64", "--dtype", "float32", "--stream", "--offload")
+    state = dict(checkpoint=0, keep_attention=False, offload=False, stream=False, tile=0)
+    for name, row in train.ROAD:
+        state.update({key: value if value is not None else C if key == "cp" else getattr(args, key)
+                      for key, value in row.items()})
+        if name == changes:
+            return train.copy_of(args, **state)
+
+
+def rank_watched_step(args):
+    torch.manual_seed(0)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    job = train.meet(args, world, torch.device("cpu"))
+    if not args.fsdp:
+        job.everyone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("all", "one"))["one"]
+    recipe = replace(train.recipe_of(args), group=job.group)
+    report = train.report_of(train.metered_step(job, WATCHED, args, recipe))
+    return report.device, report.host
+
+
+@pytest.mark.parametrize("row", [name for name, _ in train.ROAD])
+@pytest.mark.parametrize("C", [2, 4])
+def test_the_dry_run_tells_what_a_real_step_holds(C, row):
+    """Simulated and measured peak agree within 2 %, host bytes to the byte, on every row of the road."""
+    args = watched_flags(C, row)
+    world = C if args.fsdp else 1
+    recipe = train.recipe_of(args)
+    simulated = train.report_of(train.simulate(WATCHED, args, recipe, world, "cpu"))
+    for device, host in RANKS[C](rank_watched_step, args):
+        assert device == pytest.approx(simulated.device, rel=0.02)
+        assert host == simulated.host
+    assert simulated.host > 0 or not args.offload
+
+
+@pytest.mark.parametrize("flags", [["--checkpoint", "1"], ["--checkpoint", "3", "--cp", "2"],
+                                   ["--checkpoint", "0", "--attention", "ulysses", "--tile", "0"]])
+def test_two_short_models_tell_what_eight_layers_need(flags):
+    """The extension to all layers agrees with a simulation of them all within 1 %, part by part."""
+    args, config, recipe = settled("--model", "llama3.2-1b", "--layers", "8", "--ctx", "64k",
+                                   "--world", "4", *flags)
+    short = train.plan_memory(config, args, recipe, 4)
+    full = train.plan_memory(config, args, recipe, 4, full=True)
+    assert short.device == pytest.approx(full.device, rel=0.01)
+    assert short.host == pytest.approx(full.host, rel=0.01)
+    assert sum(short.kinds.values()) == pytest.approx(short.device, rel=0.01)
+
+
+def test_skipping_the_tiles_between_changes_no_figure():
+    """A simulation of three tiles of each walk peaks where one of all tiles does."""
+    args, config, recipe = settled("--model", "llama3.2-1b", "--layers", "2", "--ctx", "80k",
+                                   "--world", "2")
+    few, all_of_them = (train.report_of(train.simulate(config, args, recipe, 2, pages=pages))
+                        for pages in (train.abridged, nullcontext))
+    assert (few.device, few.host) == (all_of_them.device, all_of_them.host)
+
+
+MUST = {  # flags: (GiB on a GPU, GiB of host) at most
+    "8 ranks, 5m, keeping attention": (["--ctx", "5m", "--keep-attention"], 44, None),
+    "8 ranks, 5m, segments of four": (["--ctx", "5m", "--checkpoint", "4"], 44, 84),
+    "8 ranks, 8m": (["--ctx", "8m", "--checkpoint", "1"], 60, None),
+    "8 ranks, 12m, weights on the host": (
+        ["--ctx", "12m", "--checkpoint", "4", "--offload-params"], 77, 2000 / 8),
+    "1 rank, 2m, weights on the host": (
+        ["--ctx", "2m", "--checkpoint", "4", "--offload-params", "--world", "1",
+         "--heads-per-stage", "4"], 77, 1000),
+    "qwen3-32b, 16 ranks, 6m": (
+        ["--ctx", "6m", "--model", "qwen3-32b", "--world", "16", "--checkpoint", "1",
+         "--no-keep-attention"], 77, 2000 / 8),
+}
+
+
+@pytest.mark.parametrize("case", MUST)
+def test_memory_at_millions_of_tokens_stays_within_its_bounds(case):
+    """What the README promises of eight and sixteen 80 GB GPUs, and of one."""
+    flags, device, host = MUST[case]
+    args, config, recipe = settled(*flags)
+    report = train.plan_memory(config, args, recipe, args.world)
+    assert report.device <= device * train.GIB
+    assert host is None or report.host <= host * train.GIB
+
+
+def test_the_dry_run_sees_one_tensor_too_many(monkeypatch):
+    """If every block's backward pass kept one more [s, D], the plan for 5m would grow by just that."""
+    args, config, recipe = settled("--ctx", "5m", "--checkpoint", "1")
+    before = train.plan_memory(config, args, recipe, 8).device
+    lean = upipe.attention_backward
+
+    def wasteful(x, o, *rest):
+        held = torch.empty_like(o)
+        out = lean(x, o, *rest)
+        del held
+        return out
+    monkeypatch.setattr(upipe, "attention_backward", wasteful)
+    after = train.plan_memory(config, args, recipe, 8).device
+    assert after - before == args.ctx // 8 * config.dim * 2
+
+
+def test_a_dry_run_touches_no_network_and_no_device(monkeypatch):
+    """It opens no socket, asks for no real backend and no GPU, and leaves no process group."""
+    def refuse(*_, **__):
+        raise AssertionError("a dry run reached out")
+    monkeypatch.setattr(dist, "TCPStore", refuse)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
+    monkeypatch.setattr(dist, "ProcessGroupGloo", refuse)
+    args, config, recipe = settled("--model", "llama3.2-1b", "--ctx", "16k", "--world", "4")
+    train.plan_memory(config, args, recipe, 4)
+    assert not dist.is_initialized()
+
+
+def test_the_longest_context_is_the_last_that_fits():
+    """--max-ctx ends between a context that fits and one, 64k longer, that does not."""
+    args, config, recipe = settled("--model", "llama3.2-1b", "--world", "2", "--gpu-mem", "24",
+                                   "--max-ctx", "--checkpoint", "1")
+    longest, report = train.longest_context(config, args)
+    assert report.device <= 21 * train.GIB and longest.ctx % 65536 == 0
+    more = train.plan_memory(config, train.copy_of(longest, ctx=longest.ctx + 65536), recipe, 2)
+    assert more.device > 21 * train.GIB
+
+
+def test_every_part_of_the_device_report_runs_small(tmp_path, monkeypatch, capsys):
+    """What a GPU will be asked is tried here: one part of each kind, its row, its ratios, its files."""
+    few = [part for part in report_parts(long=False) if part[0] == "kernels" or "128, " in part[0]]
+    monkeypatch.setitem(globals(), "report_parts", lambda long: few[:4])
+    device_report(str(tmp_path / "report"))
+    results = json.loads((tmp_path / "report.json").read_text())
+    assert len(results) == 4 and all(result["status"] == "done" for result in results.values())
+    assert "128: full recomputation" in (tmp_path / "report.md").read_text()
+    assert "right, forward and backward" in capsys.readouterr().out
+
+
+def test_one_rank_of_many_needs_what_the_dry_run_says(tmp_path):
+    """Measured alone, one rank of 8 holds what is simulated, with more ranks than kv heads too."""
+    for flags in (["--offload"], ["--checkpoint", "2"]):
+        out, seen = launch(1, ["--one-rank-of", "8", "--ctx", "2k", "--layers", "2", *flags,
+                               "--json", str(tmp_path / "one.json")]), tmp_path / "one.json"
+        seen = json.loads(seen.read_text())
+        assert seen["device_bytes"] == pytest.approx(seen["simulated_device_bytes"], rel=0.02)
+        assert seen["host_bytes"] == seen["simulated_host_bytes"]
+
+
+# 15. On a GPU -------------------------------------------------------------------------------------
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LARGER = GPTConfig(vocab_size=1000, dim=512, n_layers=3, n_heads=8, n_kv_heads=2, head_dim=64,
+                   ffn_dim=1024)
+
+
+def cuda_step(model, recipe, n):
+    """One step's gradients, and its peak of memory beyond what was there before."""
+    tokens = torch.arange(n, device="cuda") * 7919 % model.config.vocab_size
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model(tokens, tokens.roll(-1), recipe).backward()
+    torch.cuda.synchronize()
+    grads = {name: p.grad.float() for name, p in model.named_parameters()}
+    return grads, torch.cuda.max_memory_allocated() - before
+
+
+@cuda
+@pytest.mark.parametrize("name", ["torch", "cudnn", *train.PACKAGES])
+def test_cuda_kernels_are_naive_attention_and_its_gradient(name):
+    """bfloat16 against float64, to 2%: probabilities, their gradients and the results are rounded,
+    5 u = 1% in a row, and a sum of S of them may cancel to a half."""
+    if name in train.PACKAGES and not train.installed(train.PACKAGES[name]):
+        pytest.skip(f"{name} is not installed")
+    for S, u, n, d in ((300, 4, 2, 64), (1000, 1, 1, 128), (257, 6, 1, 128)):
+        q, k, v, do = (torch.randn(S, h, d, device="cuda", dtype=BF16) for h in (u, n, n, u))
+        o, lse = upipe.flash_forward(q, k, v, kernel=name)
+        grads = upipe.flash_backward(do, q, k, v, o, lse, kernel=name)
+        q, k, v = (x.cpu().double().requires_grad_() for x in (q, k, v))
+        expected = ref_attention(q, k, v)
+        expected.backward(do.cpu().double())
+        expected = expected.detach(), q.grad, k.grad, v.grad
+        for what, ours, ref in zip(("o", "dq", "dk", "dv"), (o, *grads), expected):
+            assert_close(what, ours.cpu(), ref, 0.02)
+
+
+@cuda
+@pytest.mark.parametrize("recipe", [ALL_ON, replace(ALL_ON, stream=False), TWO_LEVELS])
+def test_copies_on_a_stream_never_change_a_gradient(recipe):
+    """E1: 20 steps with offload are as far from one without as two without are from each other
+    (the kernel's dq adds up in any order); the slabs are pinned."""
+    model, recipe = GPT(replace(LARGER, n_layers=8)).to("cuda", BF16), replace(recipe, tile=1024)
+    without = replace(recipe, offload=False, stream=False)
+    first, again = (cuda_step(model, without, 8192)[0] for _ in range(2))
+    for _ in range(20):
+        grads, _ = cuda_step(model, recipe, 8192)
+        for name, grad in first.items():
+            spread = (grad - again[name]).norm() + 1e-3 * grad.norm()
+            assert (grads[name] - grad).norm() <= 3 * spread, name
+    assert model.store.bytes == 0
+    assert all(slab.is_pinned() for slabs in model.store.free.values() for slab in slabs)
+
+
+@cuda
+def test_peak_on_a_gpu_grows_with_the_length_and_falls_with_the_stages():
+    """D2: twice the tokens take at most 2.2 x the memory, and U = C takes less than U = H."""
+    model, peaks = GPT(LARGER).to("cuda", BF16), {}
+    for U in (1, 8):
+        recipe = replace(ALL_ON, tile=1024, heads_per_stage=U)
+        for n in (16384, 16384, 32768):  # the first one warms up: libraries' workspaces
+            model.stage_buffers.flat.clear()
+            peaks[U, n] = cuda_step(model, recipe, n)[1]
+        assert peaks[U, 32768] < 2.2 * peaks[U, 16384]
+    assert peaks[1, 32768] < peaks[8, 32768]
+
+
+@cuda
+@pytest.mark.parametrize("recipe", [ALL_ON, TWO_LEVELS])
+def test_a_step_never_waits_for_the_gpu(recipe):
+    """Forward and backward pass queue their work without one synchronisation with the host."""
+    model, recipe = GPT(LARGER).to("cuda", BF16), replace(recipe, tile=1024)
+    cuda_step(model, recipe, 4096)  # slabs are pinned and buffers made in the first one
+    tokens = torch.arange(4096, device="cuda") % LARGER.vocab_size
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(tokens, tokens, recipe).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# python test_upipe.py --benchmark -----------------------------------------------------------------
+
+LONG = 16 * 1024
+TINY = replace(PRESETS["tiny"], n_layers=2)
+LEAN = Recipe("upipe", checkpoint=1, keep_attention=True, tile=256)
+RECIPES = {"lean": LEAN, "attention twice": replace(LEAN, keep_attention=False),
+           "U = H": replace(LEAN, attention="ulysses"), "autograd Ulysses": Recipe("ulysses")}
+cached_model = functools.cache(GPT)
+
+
+def rank_seconds(case):
+    model = cached_model(case.config)
+    model.zero_grad()
+    dist.barrier()
+    begin = time.perf_counter()
+    step(model, case)
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def benchmark(repeats=5):
+    """Two counts, three ratios of times. The recipes take turns, so that a machine that is slow for
+    a while is slow for all of them; a ratio is the median over the turns."""
+    H, K, D, d = TINY.n_heads, TINY.n_kv_heads, TINY.dim, TINY.head_dim
+    print(f"tiny with {TINY.n_layers} layers, {LONG} tokens, 2 CPU ranks of one thread, float32")
+    peaks = elements_per_token(replace(TINY, n_layers=3), replace(LEAN, offload=True, tile=64))
+    sent = RANKS[2](rank_traffic, Case(2, TINY, LEAN, 512))[0]
+    print(f"peak of a block, elements per token   forward {peaks[0]:.0f}, at most "
+          f"{3 * D + 8 * 2 * d}; backward {peaks[1]:.0f}, at most "
+          f"{3.5 * D + 2 * K * d + 12 * 2 * d:.0f}")
+    print(f"all-to-all, elements per token        forward {sent[0]:.0f} of {2 * (H + K) * d}; "
+          f"backward {sent[1]:.0f} of {4 * (H + K) * d}")
+    seconds = {name: [] for name in RECIPES}
+    for turn in range(repeats + 1):
+        for name, recipe in RECIPES.items():
+            case = Case(2, TINY, recipe, LONG)
+            seconds[name].append(max(RANKS[2](rank_seconds, case, limit=600)))
+    seconds = {name: np.array(turns[1:]) for name, turns in seconds.items()}  # the first warms up
+    for what, slow, least in (("keep_attention / attention twice", "attention twice", 1.2),
+                              ("UPipe, U = C / Ulysses, U = H", "U = H", 0.95),
+                              ("lean UPipe / autograd Ulysses", "autograd Ulysses", 0.85)):
+        ratio = np.median(seconds[slow] / seconds["lean"])
+        print(f"{what:37} {ratio:.2f} x the speed, at least {least}")
+    print("seconds per step: " + ", ".join(f"{name} {np.median(turns):.1f}"
+                                           for name, turns in seconds.items()))
+
+
+# python test_upipe.py --device-report OUT [--long] ------------------------------------------------
+#
+# All that is to be known of a GPU, in one command and under 8 minutes. Each part is a process with a
+# time limit of its own; its result is printed and written as soon as it is there, cheapest first. On
+# a machine without a GPU the same parts run at small sizes, to show that they work.
+
+GPU = torch.cuda.is_available()
+BUDGET = 8 * 60  # seconds for all parts, the opt-in one aside
+
+
+def report_parts(long):
+    """[(name, command after `python`, seconds at most)], cheapest first."""
+    k, m = ("k", "m") if GPU else ("", "k")  # without a GPU, a thousandth of everything
+    model, wide = ("llama3.2-1b", "llama3-8b") if GPU else ("tiny", "tiny")
+    one = ["train.py", "--one-rank-of", "1", "--model", model, "--force", "--offload"]
+    keep, twice = ["--checkpoint", "1", "--keep-attention"], ["--checkpoint", "1",
+                                                              "--no-keep-attention"]
+    many = "32" if GPU else "8"  # U = H on one rank
+    parts = [("kernels", ["test_upipe.py", "--kernels"], 60)]
+    if GPU:
+        parts.append(("cuda tests", ["-m", "pytest", "-q", "test_upipe.py", "-k", "cuda or gpu or "
+                                     "copies_on_a_stream"], 120))
+    for ctx, layers, U in ((f"128{k}", "2", many), (f"512{k}", "2", many), (f"1{m}", "1", "16")):
+        U = U if GPU else "8"
+        size = [*one, "--ctx", ctx, "--layers", layers]
+        parts += [(f"{model}, {layers} layers, {ctx}, u = 1", size + keep, 150),
+                  (f"{model}, {layers} layers, {ctx}, U = {U}",
+                   size + keep + ["--heads-per-stage", U], 150),
+                  (f"{model}, {layers} layers, {ctx}, attention twice", size + twice, 200)]
+        if ctx.startswith("128"):
+            parts.append((f"{model}, {layers} layers, {ctx}, no offload",
+                          [*size, *keep, "--no-offload"], 60))
+    rank = ["train.py", "--one-rank-of", "8", "--model", wide, "--layers", "1", "--force",
+            "--offload", *keep]
+    parts.insert(6, (f"{wide}, 1 layer of one rank of 8, 1{m}", [*rank, "--ctx", f"1{m}"], 90))
+    if long:
+        parts.append((f"{wide}, 1 layer of one rank of 8, 5{m}", [*rank, "--ctx", f"5{m}"], 600))
+    return parts
+
+
+def report_kernels():
+    """Every kernel here against the formula in float64, and its speed on one head."""
+    device, dtype = (torch.device("cuda"), BF16) if GPU else (torch.device("cpu"), F32)
+    names = ["torch", "cudnn", *train.PACKAGES] if GPU else ["cpu"]
+    for name in names:
+        for d in (64, 128):
+            error = train.kernel_error(name, 4, 1, d, dtype, device)
+            print(f"{name:10} head size {d}: {error or 'right, forward and backward'}", flush=True)
+            if GPU and not error:
+                for S in (2**16, 2**18):
+                    seconds = train.kernel_seconds(name, 1, 1, d, dtype, device, S)
+                    rate = 3.5 * 2 * S**2 * d / seconds / 1e12
+                    print(f"{name:10} head size {d}, {S // 1024}k tokens: {rate:.0f} TFLOP/s")
+
+
+def report_row(name, result):
+    """A row of the markdown table."""
+    if "seconds" not in result:
+        return f"| {name} | {result['status']} | | | | |"
+    mfu = f"{result['mfu']:.1%}" if result.get("mfu") else ""
+    off = result["device_bytes"] / result["simulated_device_bytes"] - 1
+    return (f"| {name} | {result['seconds']:.2f} | {result['tokens_per_second']:,.0f} | {mfu} | "
+            f"{result['device_bytes'] / 2**30:.2f} ({off:+.1%} of simulated) | "
+            f"{result['host_bytes'] / 2**30:.2f} |")
+
+
+def report_ratios(results):
+    """What the table is for: the ratios that the project promises."""
+    def seconds(name):
+        return next((r["seconds"] for n, r in results.items() if n.endswith(name)
+                     and "seconds" in r), None)
+    for size in ("128k", "512k", "1m") if GPU else ("128", "512", "1k"):
+        U = next((n.split(", ")[-1] for n in results if f"{size}, U = " in n), "U = H")
+        for what, a, b in ((f"one head a stage against {U}", f"{size}, u = 1", f"{size}, {U}"),
+                           ("full recomputation against keep_attention",
+                            f"{size}, attention twice", f"{size}, u = 1"),
+                           ("offload against none", f"{size}, u = 1", f"{size}, no offload")):
+            if seconds(a) and seconds(b):
+                yield f"{size}: {what}: {seconds(a) / seconds(b):.3f} x the time"
+
+
+def device_report(out, long=False):
+    """Run the parts, print each result, and write OUT.json and OUT.md."""
+    name = torch.cuda.get_device_name() if GPU else "a CPU"
+    results, began = {}, time.monotonic()
+    lines = [f"Measured on {name}, torch {torch.__version__}.", "", "| part | seconds a step | "
+             "tokens/s | MFU | GiB at the peak | GiB on the host |", "|---|---|---|---|---|---|"]
+    for part, command, limit in report_parts(long):
+        left = BUDGET - (time.monotonic() - began)
+        seen = Path(f"{out}.part.json")
+        seen.unlink(missing_ok=True)
+        results[part] = result = dict(status="not run: the time was up")
+        if left > 20 or limit > BUDGET:
+            is_run = command[0] == "train.py"
+            command = [sys.executable, *command, *(["--json", str(seen)] if is_run else [])]
+            try:
+                done = subprocess.run(command, cwd=HERE, capture_output=True, text=True,
+                                      timeout=limit if limit > BUDGET else min(limit, left))
+                text = (done.stdout + done.stderr).strip()
+                result["status"] = "done" if done.returncode == 0 else f"exit {done.returncode}"
+            except subprocess.TimeoutExpired as late:
+                text = (late.stdout or b"").decode()
+                result["status"] = f"stopped after {limit} s"
+            result["output"] = text[-4000:]
+            if seen.exists():
+                result.update(json.loads(seen.read_text()))
+        print(report_row(part, result), flush=True)
+        if "seconds" not in result:
+            print(result.get("output", "")[-1500:], flush=True)
+        rows = [report_row(*item) for item in results.items()]
+        ratios = [f"- {line}" for line in report_ratios(results)]
+        Path(f"{out}.json").write_text(json.dumps(results, indent=1))
+        Path(f"{out}.md").write_text("\n".join([*lines, *rows, "", *ratios]) + "\n")
+    print("\n".join(report_ratios(results)))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--benchmark"]:
+        benchmark()
+        RANKS[2].stop()
+    elif sys.argv[1:] == ["--kernels"]:
+        report_kernels()
+    elif sys.argv[1:2] == ["--device-report"] and len(sys.argv) > 2:
+        device_report(sys.argv[2], long="--long" in sys.argv[3:])
+    else:
+        sys.exit("usage: pytest test_upipe.py, or python test_upipe.py --benchmark, "
+                 "or python test_upipe.py --device-report OUT [--long]")
