@@ -1238,7 +1238,7 @@ def plot_road(path, rows, args):
     bars = left.barh(names, sizes, log=True, color=[
         "tab:green" if fits else "tab:orange" if size <= usable else "tab:red"
         for size, fits in zip(sizes, fit)])
-    left.barh(names[:1], 0, color="tab:orange", label="too much for the host, or for a kernel call")
+    left.barh(names[:1], 0, color="tab:orange", label="too much for the host or a kernel call")
     left.axvline(usable, color="black", linestyle="--", label=f"{usable:.0f} GiB usable on a card")
     digits = [3 if size < 1 else 1 if size < 100 else 0 for size in sizes]
     labels = [f"{size:,.{n}f}" for size, n in zip(sizes, digits)]
@@ -1247,7 +1247,7 @@ def plot_road(path, rows, args):
     left.set(xlabel="GiB per GPU at the peak", xlim=(min(sizes) / 8, max(sizes) * 10),
              title=f"{args.model}, {write_ctx(args.ctx)} tokens, {args.world} ranks")
     left.invert_yaxis()
-    left.legend(loc="lower right")
+    left.legend(loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=2, frameon=False)
     if history:
         plot_step(axes[0, 1], history, pyplot.get_cmap("tab20").colors)
         few = " of a model of fewer layers" if args.dry_run and not args.full else ""
@@ -1265,12 +1265,13 @@ def plot_step(axes, history, colors):
         history = history[:50] + gap + history[head - 30:head + 70] + gap + history[-80:]
         head = 84
     most = {kind: max(kinds.get(kind, 0) for kinds in history) for kind in set().union(*history)}
-    small = sorted(most, key=most.get)[:-13]
-    order = sorted(set(most) - set(small), key=lambda kind: (kind not in BETWEEN_STEPS, -most[kind]))
-    layers = {kind: [kinds.get(kind, 0) for kinds in history] for kind in order}
-    layers["other"] = [sum(kinds.get(kind, 0) for kind in small) for kinds in history]
+    order = sorted(most, key=lambda kind: (kind not in BETWEEN_STEPS, -most[kind]))
+    layers = {kind: [kinds.get(kind, 0) for kinds in history] for kind in order[:13]}
+    layers["other"] = [sum(kinds.get(kind, 0) for kind in order[13:]) for kinds in history]
+    named = dict.fromkeys((*BETWEEN_STEPS, *KINDS.values(), *sorted(most)))  # a kind, a color
+    palette = dict(zip(named, (*colors[:14:2], *colors[16::2], *colors[1:14:2], *colors[17::2])))
     axes.stackplot(range(len(history)), layers.values(), labels=layers, step="post",
-                   colors=[*colors[:14:2], *colors[16::2], *colors[1::2]])
+                   colors=[palette.get(kind, "lightgray") for kind in layers])
     axes.axvline(head, color="black", linewidth=1)
     axes.set(ylabel="GiB per GPU", xlim=(0, len(history) - 1),
              xticks=[head / 2, (head + len(history)) / 2],
