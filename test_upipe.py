@@ -20,6 +20,8 @@ in public: A loss and scaling, B shapes, C precision, D memory, E offload, F sha
 I data, J stability, K process groups.
 """
 import functools
+import gzip
+import io
 import json
 import math
 import multiprocessing as mp
@@ -27,6 +29,8 @@ import multiprocessing.connection
 import os
 import pickle
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -36,7 +40,7 @@ import traceback
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -56,7 +60,7 @@ from torch.utils._pytree import tree_leaves
 
 import train
 import upipe
-from upipe import GPT, GPTConfig, PRESETS, Recipe
+from upipe import GPT, GPTConfig, IGNORE, PRESETS, Recipe
 
 torch.set_num_threads(1)  # a thread per rank: here and in the worker processes below
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -525,17 +529,17 @@ def test_low_precision_is_off_by_its_rounding_alone(case, dtype):
 
 
 def tile_errors(tile):
-    """bfloat16's errors in the weight gradients of MLP and head, at 512 tokens."""
-    case = Case(1, SMALL, replace(ALL_ON, tile=tile), 512)
+    """bfloat16's errors in the weight gradients of MLP and head, at 256 tokens."""
+    case = Case(1, SMALL, replace(ALL_ON, tile=tile), 256)
     ours, ref = run(case, BF16), reference(SMALL, 0, [case.data()], BF16)
     return {name: ((ours.grads[name] - grad).norm() / grad.norm()).item()
             for name, grad in ref.grads.items() if "mlp" in name or "lm_head" in name}
 
 
 def test_weight_gradients_do_not_lose_digits_with_more_tiles():
-    """C2: the error is flat from 1 to 512 tiles (summed in bfloat16 it would grow tenfold)."""
+    """C2: the error is flat from 1 to 256 tiles (summed in bfloat16 it would grow tenfold)."""
     one = tile_errors(0)
-    for tile in (32, 4, 1):
+    for tile in (16, 1):
         errors = tile_errors(tile)
         assert all(errors[name] < 1.2 * one[name] for name in one), (one, errors)
 
@@ -602,9 +606,9 @@ def test_evaluation_is_the_same_on_any_number_of_ranks():
 
 
 def test_legal_sizes_pass_and_all_others_are_refused_with_the_legal_ones():
-    """B2: check() agrees with legal(), told by hand, up to H = 24; a refusal names the choice."""
+    """B2: check() agrees with legal(), told by hand, up to H = 16; a refusal names the choice."""
     verdicts = Counter()
-    for H, C in ((H, C) for H in range(1, 25) for C in range(1, 18)):
+    for H, C in ((H, C) for H in range(1, 17) for C in range(1, 13)):
         for K, U in ((K, U) for K in range(1, H + 1) if H % K == 0 for U in range(1, H + 2)):
             config = replace(SMALL, n_heads=H, n_kv_heads=K)
             recipe = Recipe("upipe", heads_per_stage=U)
@@ -618,7 +622,7 @@ def test_legal_sizes_pass_and_all_others_are_refused_with_the_legal_ones():
             assert (f"heads_per_stage={U}" if choice else f"{C} ranks") in str(refusal.value)
             choice = choice or [c for c in range(1, H + 1) if legal(H, K, c)]
             assert f"(legal: {', '.join(map(str, choice))})" in str(refusal.value)
-    assert min(verdicts.values()) > 500
+    assert min(verdicts.values()) > 300
 
 
 @pytest.mark.parametrize("word, C, recipe", [
@@ -981,9 +985,9 @@ def elements_per_token(config, recipe):
     return (long - short) / 128
 
 
-@pytest.mark.parametrize("H, K", [(8, 2), (8, 8), (8, 1), (16, 2)])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_block_holds_what_is_promised_and_no_more_with_more_stages(stream, H, K):
+@pytest.mark.parametrize("H, K, stream", [(8, 2, True), (8, 2, False), (8, 8, False),
+                                          (8, 1, False), (16, 2, False)])
+def test_a_block_holds_what_is_promised_and_no_more_with_more_stages(H, K, stream):
     """At most 3 sD + 8 sUd forward and 3.5 sD + 2 sKd + 12 sUd backward; smaller stages, less."""
     D, d = 128, 128 // H
     config = replace(SMALL, dim=D, n_layers=3, n_heads=H, n_kv_heads=K, head_dim=d)
@@ -1505,7 +1509,7 @@ def rank_watched_step(args):
 @pytest.mark.parametrize("row", [name for name, _ in train.ROAD])
 @pytest.mark.parametrize("C", [2, 4])
 def test_the_dry_run_tells_what_a_real_step_holds(C, row):
-    """Simulated and measured peak agree within 2 %, host bytes to the byte, on every row of the road."""
+    """Simulated and measured peak agree within 2 %, host bytes to the byte, on every row."""
     args = watched_flags(C, row)
     world = C if args.fsdp else 1
     recipe = train.recipe_of(args)
@@ -1564,7 +1568,7 @@ def test_memory_at_millions_of_tokens_stays_within_its_bounds(case):
 
 
 def test_the_dry_run_sees_one_tensor_too_many(monkeypatch):
-    """If every block's backward pass kept one more [s, D], the plan for 5m would grow by just that."""
+    """If a block's backward pass held one more [s, D], the plan would grow by just that."""
     args, config, recipe = settled("--ctx", "5m", "--checkpoint", "1")
     before = train.plan_memory(config, args, recipe, 8).device
     lean = upipe.attention_backward
@@ -1602,7 +1606,7 @@ def test_the_longest_context_is_the_last_that_fits():
 
 
 def test_every_part_of_the_device_report_runs_small(tmp_path, monkeypatch, capsys):
-    """What a GPU will be asked is tried here: one part of each kind, its row, its ratios, its files."""
+    """What a GPU will be asked is tried here: parts, rows, ratios and files."""
     few = [part for part in report_parts(long=False) if part[0] == "kernels" or "128, " in part[0]]
     monkeypatch.setitem(globals(), "report_parts", lambda long: few[:4])
     device_report(str(tmp_path / "report"))
@@ -1613,16 +1617,707 @@ def test_every_part_of_the_device_report_runs_small(tmp_path, monkeypatch, capsy
 
 
 def test_one_rank_of_many_needs_what_the_dry_run_says(tmp_path):
-    """Measured alone, one rank of 8 holds what is simulated, with more ranks than kv heads too."""
+    """Measured alone, one rank of 8 (more than there are kv heads) holds what is simulated."""
+    seen = tmp_path / "one.json"
     for flags in (["--offload"], ["--checkpoint", "2"]):
-        out, seen = launch(1, ["--one-rank-of", "8", "--ctx", "2k", "--layers", "2", *flags,
-                               "--json", str(tmp_path / "one.json")]), tmp_path / "one.json"
-        seen = json.loads(seen.read_text())
-        assert seen["device_bytes"] == pytest.approx(seen["simulated_device_bytes"], rel=0.02)
-        assert seen["host_bytes"] == seen["simulated_host_bytes"]
+        launch(0, ["--one-rank-of", "8", "--ctx", "2k", "--layers", "2", *flags, "--json", seen])
+        figures = json.loads(seen.read_text())
+        assert figures["device_bytes"] == pytest.approx(figures["simulated_device_bytes"], rel=0.02)
+        assert figures["host_bytes"] == figures["simulated_host_bytes"]
 
 
-# 15. On a GPU -------------------------------------------------------------------------------------
+# 15. train.py, run by workers that have met already -----------------------------------------------
+
+
+def rank_main(flags):
+    """main() in a worker -> what it prints; or its complaint, as run() would print it.
+
+    --force: a dry run before the start would make a process group of its own."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+        for name, value in place.items():
+            patch.setenv(name, str(value))
+        patch.setattr(train, "join", lambda args: train.meet(args, world, torch.device("cpu")))
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        try:
+            train.main([*map(str, flags), "--force"])
+        except train.BadInput as error:
+            return f"train.py: {error}"
+    return out.getvalue()
+
+
+def main(world, *flags):
+    """train.py on `world` ranks, one of them being this process -> what rank 0 prints."""
+    if world > 1:
+        return RANKS[world](rank_main, flags)[0]
+    out = io.StringIO()
+    try:
+        with redirect_stdout(out):
+            train.main([*map(str, flags), "--force"])
+    except train.BadInput as error:
+        return f"train.py: {error}"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return out.getvalue()
+
+
+def records(path, key="loss"):
+    """What a run logged: {step: record}."""
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert len({(r["step"], key in r) for r in lines}) == len(lines), "a step is there twice"
+    return {r["step"]: r for r in lines if key in r}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Twelve little documents of unequal length, and a token file of them with 0 between."""
+    folder = tmp_path_factory.mktemp("texts")
+    rng = np.random.default_rng(0)
+    words = [bytes(rng.integers(97, 123, size=n)) for n in rng.integers(2, 9, size=40)]
+    parts = [
+        b" ".join(rng.choice(words, size=n)) + b"\n"
+        for n in (5, 40, 17, 3, 80, 33, 9, 21, 60, 44, 30, 70)
+    ]
+    for i, part in enumerate(parts):
+        (folder / f"{i:02d}.txt").write_bytes(part)
+    np.save(folder.parent / "zeros.npy", np.frombuffer(b"\0".join(parts), np.uint8))
+    return folder
+
+
+# 16. Weights in and out ---------------------------------------------------------------------------
+
+SCALING = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+PUBLISHED_SIZES = dict(
+    vocab_size=97,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    intermediate_size=56,
+    head_dim=6,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-5,
+)
+PUBLISHED = {
+    "llama": ("Llama", dict(rope_theta=500.0, rope_scaling=SCALING)),
+    "llama, tied": ("Llama", dict(rope_scaling=SCALING, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", dict(rope_theta=1000.0)),
+    "qwen3, tied": ("Qwen3", dict(tie_word_embeddings=True)),
+}
+
+
+@functools.cache
+def published(name, folder, shards=False):
+    """A random model as transformers makes it, and the folder it writes."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    kind, more = PUBLISHED[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind + "Config")(**PUBLISHED_SIZES, **more)
+    model = getattr(transformers, kind + "ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # its own are so small that attention is flat
+            parameter.mul_(5) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    path = Path(folder) / name.replace(", ", "-")
+    model.save_pretrained(path, **(dict(max_shard_size="20KB") if shards else {}))
+    return model, path
+
+
+@contextmanager
+def loaded(path, *flags):
+    """train.py's own way to a model: (model, recipe)."""
+    args = train.parse_args(["--init", str(path), "--ctx", "64", *flags])
+    config, recipe, _ = train.settle(args)
+    job = train.join(args)
+    try:
+        model, optimizer = train.build(config, args, job)
+        train.begin(job, args, config, model, optimizer, 0)
+        yield model, recipe
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_weights_give_the_logits_and_gradients_that_transformers_gives(name, tmp_path):
+    """One file or several; float32 on both sides."""
+    theirs, path = published(name, tmp_path, shards=True)
+    tokens = torch.tensor(np.random.default_rng(1).integers(97, size=50))
+    labels = torch.cat((tokens[1:], torch.tensor([IGNORE])))
+    expected = theirs(tokens[None]).logits[0]
+    torch.nn.functional.cross_entropy(expected[:-1], tokens[1:]).backward()
+    with loaded(path) as (model, recipe):
+        logits = model.logits(tokens, recipe).detach()
+        model(tokens, labels, recipe).backward()
+        grads = {train.published_name(n): p.grad.full_tensor() for n, p in model.named_parameters()}
+    assert expected.std() > 0.5
+    assert (logits - expected).abs().max() < 1e-4
+    named = {n: p.grad for n, p in theirs.named_parameters()}
+    assert grads.keys() == named.keys()
+    for n, grad in named.items():
+        assert grad.norm() > 1e-4 and (grads[n] - grad).norm() < 1e-4 * grad.norm(), n
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "qwen3"])
+def test_an_exported_model_is_in_transformers_what_was_loaded_on_two_ranks(name, tmp_path):
+    """Bit for bit, tied or not, though no dimension divides by the ranks; tokenizer and all."""
+    theirs, path = published(name, tmp_path)
+    (path / "tokenizer_config.json").write_text("{}")
+    np.save(tmp_path / "ids.npy", np.arange(600) % 97)
+    out = main(
+        2,
+        "--init",
+        path,
+        "--data",
+        tmp_path / "ids.npy",
+        "--ctx",
+        64,
+        "--steps",
+        0,
+        "--export",
+        tmp_path / "out",
+        "--heads-per-stage",
+        4,
+    )
+    assert "export" in out, out
+    import transformers
+
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32
+    ).eval()
+    tokens = torch.arange(60)[None]
+    assert torch.equal(back(tokens).logits, theirs(tokens).logits)
+    assert (tmp_path / "out" / "tokenizer_config.json").exists() and not (
+        tmp_path / "out" / "sharded"
+    ).exists()
+    with loaded(tmp_path / "out") as (model, recipe):
+        assert (model.logits(tokens[0], recipe) - theirs(tokens).logits[0]).abs().max() < 1e-4
+
+
+def spoilt(path, **config):
+    """The folder, with other words in config.json."""
+    c = json.loads((path / "config.json").read_text()) | config
+    (path / "config.json").write_text(
+        json.dumps({key: value for key, value in c.items() if value is not ...})
+    )
+
+
+MISFITS = {
+    "architecture": (
+        dict(architectures=["GPT2LMHeadModel"]),
+        "GPT2LMHeadModel",
+        "LlamaForCausalLM",
+    ),
+    "bias": (dict(attention_bias=True), "attention_bias"),
+    "rotary scaling": (
+        dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0)),
+        "yarn",
+    ),
+    "missing number": (dict(intermediate_size=...), "intermediate_size"),
+    "wrong shape": (
+        dict(intermediate_size=60),
+        "model.layers.0.mlp.down_proj.weight",
+        "[48, 56]",
+        "[48, 60]",
+    ),
+    "missing tensor": (
+        dict(num_hidden_layers=3),
+        "model.layers.2.input_layernorm.weight",
+        "missing",
+    ),
+    "extra tensor": (
+        dict(num_hidden_layers=1),
+        "model.layers.1.input_layernorm.weight",
+        "no place",
+    ),
+    "heads of another model": (
+        dict(architectures=["Qwen3ForCausalLM"]),
+        "model.layers.0.self_attn.k_norm.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_folder_that_does_not_fit_is_refused_by_name(name, tmp_path):
+    """Before anything is trained."""
+    change, *said = MISFITS[name]
+    _, path = published("llama", tmp_path)
+    spoilt(path, **change)
+    with pytest.raises(train.BadInput) as refusal, loaded(path):
+        pass
+    assert all(word in str(refusal.value) for word in said), refusal.value
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    assert "config.json" in main(1, "--init", tmp_path)
+    assert "--model" in main(1, "--init", tmp_path, "--model", "tiny")
+
+
+# 17. Checkpoints ----------------------------------------------------------------------------------
+
+ALL = ["--offload", "--stream", "--tile", 24]
+RUNS = {
+    "two ranks, all on": (2, [*ALL]),
+    "two groups, accumulation": (4, ["--cp", 2, "--grad-accum", 2, "--docs"]),
+    "recall": (2, ["--task", "recall", "--no-keep-attention", "--checkpoint", 2]),
+}
+
+
+def short(texts, *flags):
+    return [
+        "--data",
+        texts,
+        "--ctx",
+        64,
+        "--layers",
+        2,
+        "--eval-windows",
+        3,
+        "--eval-every",
+        4,
+        *flags,
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(texts, tmp_path_factory):
+    """Ten steps in one go, saved at 5 and at 10: name -> folder."""
+
+    @functools.cache
+    def run(name, *more):
+        folder = tmp_path_factory.mktemp("run")
+        world, flags = RUNS[name]
+        out = main(
+            world,
+            *short(texts, *flags, *more),
+            "--steps",
+            10,
+            "--save",
+            folder / "all",
+            "--save-every",
+            5,
+            "--log",
+            folder / "log",
+        )
+        assert "done" in out, out
+        (folder / "half").mkdir()
+        shutil.copytree(folder / "all" / "step-00000005", folder / "half" / "step-00000005")
+        return folder
+
+    return run
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_five_steps_and_five_more_are_ten_bit_for_bit(name, whole):
+    """G1: losses, norms, rates and windows, with everything on; no flag is given again."""
+    folder = whole(name)
+    log = shutil.copy(folder / "log", folder / "log2")  # its steps 6 to 10 are to be written anew
+    main(RUNS[name][0], "--save", folder / "half", "--resume", "--log", log)
+    first, second = records(folder / "log"), records(log)
+    assert first.keys() == second.keys() == set(range(1, 11))
+    for step in range(1, 11):
+        for key in ("loss", "norm", "lr", "drawn"):
+            assert first[step][key] == second[step][key], (step, key)
+    assert (
+        records(folder / "log", "validation_loss")[10]["validation_loss"]
+        == records(log, "validation_loss")[10]["validation_loss"]
+    )
+    assert first[10]["loss"] != first[9]["loss"] and first[10]["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (
+            1,
+            [
+                "--attention",
+                "plain",
+                "--checkpoint",
+                0,
+                "--no-keep-attention",
+                "--no-offload",
+                "--no-stream",
+            ],
+        ),
+        (4, ["--attention", "ulysses"]),
+    ],
+)
+def test_a_checkpoint_of_two_ranks_goes_on_with_any_number_and_recipe(world, flags, whole):
+    """G3: float64, so that a difference would show."""
+    folder = whole("two ranks, all on", "--dtype", "float64")
+    half, log = folder / f"half{world}", folder / f"log{world}"
+    shutil.copytree(folder / "half", half)
+    out = main(world, "--save", half, "--resume", "--log", log, *flags)
+    assert "written by 2 ranks" in out, out
+    one, other = records(folder / "log"), records(log)
+    for step in range(6, 11):
+        assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-9)
+        assert other[step]["drawn"] == one[step]["drawn"]
+
+
+def test_other_groups_go_on_where_the_data_was_left():
+    """One group drew five windows; two groups that take two each a step go on with the sixth."""
+    job, row = train.Job(0, 1, None, 1, 0, 1, 0, None, None), range(2000)
+    drawn = [train.train_starts(job, row, 64, 0, step, 1)[0] for step in range(9)]
+    ahead = 5 - 5 * 2 * 2  # as fit() has it: windows drawn - windows that so many steps take now
+    again = [
+        train.train_starts(replace(job, dp=2, dp_rank=rank), row, 64, 0, 5, 2, ahead)
+        for rank in range(2)
+    ]
+    assert [again[rank][micro] for micro in range(2) for rank in range(2)] == drawn[5:]
+
+
+def test_only_the_last_checkpoints_stay_and_rubbish_goes(texts, tmp_path):
+    (tmp_path / ".step-00000003").mkdir()
+    main(1, *short(texts), "--steps", 5, "--save", tmp_path, "--save-every", 1, "--keep", 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+def test_a_run_is_not_mixed_up_with_another(texts, whole):
+    """What a run cannot change is refused by name; so is a folder that another run has used."""
+    folder = whole("two ranks, all on")
+    for flags, said in (
+        (["--resume", "--ctx", 32], "--ctx was 64"),
+        (["--resume", "--seed", 1], "--seed was 0"),
+        (["--resume", "--model", "llama3-8b"], "--model was tiny"),
+        ([], "--resume"),
+        (["--resume", "--data", texts / "04.txt"], "tokens"),
+    ):
+        assert said in main(1, "--save", folder / "all", *flags)
+    assert "--save" in main(1, "--resume")
+
+
+# 18. Signals and crashes: these need processes of their own ---------------------------------------
+
+MID_STEP = """
+train_step = train.train_step
+def dying(*args):
+    if train.os.environ['RANK'] == '1' and args[-1] == 4: train.os.kill(train.os.getpid(), 9)
+    return train_step(*args)
+train.train_step = dying
+"""
+MID_SAVE = """
+from torch.distributed.checkpoint import FileSystemWriter as Writer
+write = Writer.write_data
+def dying(self, plan, planner):
+    if '00000004' in str(self.path) and train.os.environ['RANK'] == '1': train.os.kill(train.os.getpid(), 9)
+    return write(self, plan, planner)
+Writer.write_data = dying
+"""
+
+
+@pytest.mark.parametrize(
+    "deed, last", [(MID_STEP, 2), (MID_SAVE, 2)], ids=["in a step", "while saving"]
+)
+def test_kill_9_costs_the_steps_that_were_not_saved(deed, last, texts, tmp_path):
+    flags = short(
+        texts, "--steps", 6, "--save", tmp_path / "run", "--save-every", 2, "--timeout", 20
+    )
+    before = f"exec({deed!r})"
+    begin = time.monotonic()
+    code, out, err = launch(2, [*flags, "--log", tmp_path / "log"], before)
+    assert code != 0 and time.monotonic() - begin < 40
+    assert [p.name for p in train.checkpoints(tmp_path / "run")] == [f"step-{last:08d}"]
+    out = main(2, "--save", tmp_path / "run", "--resume", "--log", tmp_path / "log")
+    assert len(losses(out)) == 6 - last and f"step-{last:08d}" in out
+    assert records(tmp_path / "log").keys() == set(range(1, 7))
+
+
+def start(ranks, flags):
+    """As test_upipe.launch, but it does not wait."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", RUN.format(before="pass"), str(HERE), *map(str, flags)]
+    return [
+        subprocess.Popen(
+            command,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ
+            | dict(
+                RANK=str(r),
+                LOCAL_RANK=str(r),
+                WORLD_SIZE=str(ranks),
+                LOCAL_WORLD_SIZE=str(ranks),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+                OMP_NUM_THREADS="1",
+            ),
+        )
+        for r in range(ranks)
+    ]
+
+
+def wait_for(process, word):
+    for line in process.stdout:
+        if word in line:
+            return line
+
+
+@pytest.mark.parametrize("number, rank", [(signal.SIGTERM, 1)])
+def test_a_signal_to_any_rank_ends_the_step_saves_and_exits_0(number, rank, texts, tmp_path):
+    processes = start(2, short(texts, "--steps", 100000, "--save", tmp_path, "--save-every", 0))
+    try:
+        wait_for(processes[0], "step     3")
+        processes[rank].send_signal(number)
+        assert [process.wait(timeout=20) for process in processes] == [0, 0]
+        rest = processes[0].stdout.read()
+        (saved,) = train.checkpoints(tmp_path)
+        step = int(saved.name[5:])
+        assert step >= 3 and f"stopped   after step {step}" in rest
+        assert json.loads((saved / "run.json").read_text())["step"] == step
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_a_second_signal_stops_at_once(texts, tmp_path):
+    """Even in the middle of a step that never ends."""
+    script = (
+        "stop = train.Stop(); import os, signal, time, torch; print('ready', flush=True); "
+        "os.kill(os.getpid(), signal.SIGUSR1); time.sleep(0.2); "
+        "os.kill(os.getpid(), signal.SIGTERM); "
+        "torch.randn(4000, 4000).matrix_power(1000)"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(HERE)!r}); import train; {script}",
+        ],
+        timeout=30,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done
+
+
+# 19. Documents ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_slices_know_the_documents_of_the_whole_window(cp, texts):
+    """Files, or what follows an id; the last token of a document has nothing to predict."""
+    files, _ = train.open_data(str(texts), 256, 16)
+    row, _ = train.open_data(str(texts.parent / "zeros.npy"), 256, 16)
+    for tokens, separator in ((files, train.NO_ID), (row, 0)):
+        for start in (0, 7, len(tokens) - 140, len(tokens) - 20):
+            parts = [
+                train.read_documents(tokens, start, 130, cp, rank, separator) for rank in range(cp)
+            ]
+            ids, labels = (torch.cat(x)[:130] for x in zip(*((i, l) for i, l, _ in parts)))
+            text = tokens.read(start, min(start + 130, len(tokens) - 1))
+            if separator == train.NO_ID:
+                begins = [b - start for b in files.begins if start < b < start + len(text)]
+            else:
+                begins = [i + 1 for i, token in enumerate(text[:-1]) if token == 0]
+            for _, _, docs in parts:
+                assert docs.tolist() == [0, *begins]
+            expected = torch.full((130,), IGNORE)
+            expected[: len(text)] = torch.tensor(tokens.read(start + 1, start + 1 + len(text)))
+            expected[[b - 1 for b in begins]] = IGNORE
+            assert torch.equal(labels, expected)
+
+
+def test_documents_train_the_same_on_four_ranks_as_on_one(texts, tmp_path):
+    """I5 through the whole program; and they make a difference."""
+    flags = short(texts, "--dtype", "float64", "--steps", 2, "--ctx", 400)
+    out = {}
+    for name, world, more in (
+        ("plain", 1, ["--docs", "--attention", "plain"]),
+        ("upipe", 4, ["--docs"]),
+        ("one document", 1, []),
+    ):
+        main(world, *flags, *more, "--log", tmp_path / "log")
+        out[name] = [r["loss"] for r in records(tmp_path / "log").values()]
+    assert out["plain"] == pytest.approx(out["upipe"], rel=1e-9)
+    assert out["plain"] != pytest.approx(out["one document"], rel=1e-4)
+
+
+# 20. Text -----------------------------------------------------------------------------------------
+
+
+def a_tokenizer(folder, texts):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<bos>"],
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train([str(path) for path in sorted(texts.iterdir())], trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer, folder / "tokenizer.json"
+
+
+def test_text_becomes_tokens_once_and_every_file_is_a_document(texts, tmp_path, monkeypatch):
+    inner, path = a_tokenizer(tmp_path, texts)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ours, files = train.Tokenizer(path), sorted(texts.iterdir())
+    monkeypatch.setattr(
+        train, "pieces", lambda path: iter(path.read_text().splitlines(keepends=True))
+    )
+    parts = train.tokenize(files, ours)
+    for file, part in zip(files, parts, strict=True):
+        lines = file.read_text().splitlines(keepends=True)
+        assert part.tolist() == ours.begin + [
+            i for line in lines for i in inner.encode(line, add_special_tokens=False).ids
+        ]
+        assert ours.decode(part[1:].tolist()) == file.read_text()
+    monkeypatch.setattr(train, "write_cache", None)  # it is there: nothing is written again
+    assert [part.tolist() for part in train.tokenize(files, ours)] == [
+        part.tolist() for part in parts
+    ]
+    out = main(
+        1, *short(texts, "--ctx", 32), "--tokenizer", path, "--docs", "--steps", 1, "--sample", 3
+    )
+    assert "done" in out, out
+
+
+def test_pieces_of_a_text_are_the_text(tmp_path):
+    text = "".join(f"line {i}\r\n" for i in range(200_000)) + "é the end"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    parts = list(train.pieces(tmp_path / "a.txt"))
+    assert (
+        len(parts) > 1
+        and "".join(parts) == text
+        and all(part.endswith("\n") for part in parts[:-1])
+    )
+
+
+# 21. Recall, and looking inside -------------------------------------------------------------------
+
+
+def test_a_window_of_recall_is_the_same_for_any_number_of_ranks():
+    """Pairs first, noise, then every key once more; labels only where a value follows."""
+    for ctx in (64, 100, 2000):
+        task = train.Recall(0, ctx, 10)
+        ids, labels = task.slice(3 * ctx, 1, 0)
+        for cp in (2, 4):
+            parts = [task.slice(3 * ctx, cp, rank) for rank in range(cp)]
+            for i, x in enumerate((ids, labels)):
+                assert torch.equal(torch.cat([part[i] for part in parts])[:ctx], x)
+        n = task.pairs
+        pairs = dict(ids[: 2 * n].view(n, 2).tolist())
+        asked = (labels != IGNORE).nonzero().flatten().tolist()
+        assert len(asked) == len(pairs) == n and min(asked) >= ctx - 2 * n > 2 * n
+        assert all(pairs[ids[i].item()] == labels[i].item() for i in asked)
+        assert not torch.equal(ids, task.slice(4 * ctx, 1, 0)[0])
+        assert (task.slice(10 * ctx, 1, 0)[1] == IGNORE).all()
+
+
+def rank_recall(flags, cut):
+    """--task recall with four keys of four values; `cut`: as two documents, so that no attention
+    crosses the ranks."""
+    old, slice_of = (train.Recall.KEYS, train.Recall.VALUES), train.Recall.slice
+    train.Recall.KEYS = train.Recall.VALUES = 4
+    if cut:
+        train.Recall.slice = lambda task, *where: (
+            *slice_of(task, *where),
+            torch.tensor([0, task.ctx // 2]),
+        )
+    try:
+        return rank_main(flags)
+    finally:
+        (train.Recall.KEYS, train.Recall.VALUES), train.Recall.slice = old, slice_of
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut between the ranks"])
+def test_recall_is_learned_by_attention_across_ranks_alone(cut, tmp_path):
+    """Chance is log 4 = 1.386 nats: far below it with attention, never below it without."""
+    flags = [
+        "--task",
+        "recall",
+        "--ctx",
+        32,
+        "--layers",
+        1,
+        "--steps",
+        60,
+        "--grad-accum",
+        2,
+        "--lr",
+        3e-3,
+        "--eval-windows",
+        32,
+        "--eval-every",
+        0,
+        "--log",
+        tmp_path / "log",
+    ]
+    out = RANKS[2](rank_recall, flags, cut)[0]
+    loss = records(tmp_path / "log", "validation_loss")[60]["validation_loss"]
+    assert 1.3 < loss < 3 if cut else loss < 0.7, out
+
+
+def test_a_trace_names_what_happens_and_a_picture_shows_the_position(texts, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = main(
+        2,
+        *short(texts),
+        "--steps",
+        3,
+        "--profile",
+        tmp_path / "trace",
+        "--loss-by-position",
+        tmp_path / "p.png",
+        "--sample",
+        4,
+        "--prompt",
+        "ab",
+    )
+    assert "position" in out and (tmp_path / "p.png").stat().st_size > 1000
+    for rank in range(2):
+        trace = json.loads(gzip.open(tmp_path / "trace" / f"rank{rank}.json.gz").read())
+        names = {event.get("name") for event in trace["traceEvents"]}
+        assert {"block 0", "block 1", "stage", "all-to-all", "tile"} <= names
+
+
+def test_the_mean_loss_by_position_is_the_validation_loss(texts):
+    args = train.parse_args(list(map(str, short(texts, "--ctx", 64))))
+    config, recipe, tokenizer = train.settle(args)
+    job = train.join(args)
+    try:
+        with redirect_stdout(io.StringIO()):
+            found = train.gather(job, args, config, tokenizer)
+        model, _ = train.build(config, args, job)
+        ends, means = train.loss_by_position(job, model, found, 64, recipe, None, buckets=8)
+        loss = train.evaluate(job, model, found.valid, found.held_out, 64, recipe)
+        assert np.mean(means) == pytest.approx(loss, rel=1e-5) and ends == [
+            8 * i for i in range(1, 9)
+        ]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sample_does_not_depend_on_the_ranks(texts, whole):
+    """The prompt grows past the context; the model is one that has learned a little."""
+    folder = whole("two ranks, all on")
+    flags = ["--save", folder / "all", "--resume", "--sample", 70, "--prompt", "abc d"]
+    texts = [main(world, *flags).split("(bigrams", 2)[-1] for world in (1, 2)]
+    assert texts[0] == texts[1] and "abc d" in texts[0] and len(texts[0].encode()) > 50
+
+
+# 22. On a GPU -------------------------------------------------------------------------------------
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LARGER = GPTConfig(vocab_size=1000, dim=512, n_layers=3, n_heads=8, n_kv_heads=2, head_dim=64,
