@@ -1458,7 +1458,7 @@ train.run()
 @pytest.mark.parametrize("deed, timeout, said", [
     ("raise RuntimeError('rank 1 broke')", 60, "RuntimeError: rank 1 broke"),
     ("os.kill(os.getpid(), signal.SIGKILL)", 60, "SIGKILL"),
-    ("time.sleep(600)", 10, "imed out")])
+    ("time.sleep(600)", 5, "imed out")])
 def test_a_rank_that_fails_dies_or_stalls_takes_the_job_down(deed, timeout, said, data, tmp_path):
     """K2: all gone within a minute, exit code not 0, and rank 1's own error comes first."""
     script = tmp_path / "failing.py"
@@ -1524,7 +1524,7 @@ def test_the_dry_run_tells_what_a_real_step_holds(C, row):
                                    ["--checkpoint", "0", "--attention", "ulysses", "--tile", "0"]])
 def test_two_short_models_tell_what_eight_layers_need(flags):
     """The extension to all layers agrees with a simulation of them all within 1 %, part by part."""
-    args, config, recipe = settled("--model", "llama3.2-1b", "--layers", "8", "--ctx", "64k",
+    args, config, recipe = settled("--model", "llama3.2-1b", "--layers", "8", "--ctx", "32k",
                                    "--world", "4", *flags)
     short = train.plan_memory(config, args, recipe, 4)
     full = train.plan_memory(config, args, recipe, 4, full=True)
@@ -1535,8 +1535,8 @@ def test_two_short_models_tell_what_eight_layers_need(flags):
 
 def test_skipping_the_tiles_between_changes_no_figure():
     """A simulation of three tiles of each walk peaks where one of all tiles does."""
-    args, config, recipe = settled("--model", "llama3.2-1b", "--layers", "2", "--ctx", "80k",
-                                   "--world", "2")
+    args, config, recipe = settled("--model", "llama3.2-1b", "--layers", "2", "--ctx", "40k",
+                                   "--world", "2", "--heads-per-stage", "8")
     few, all_of_them = (train.report_of(train.simulate(config, args, recipe, 2, pages=pages))
                         for pages in (train.abridged, nullcontext))
     assert (few.device, few.host) == (all_of_them.device, all_of_them.host)
@@ -1597,8 +1597,9 @@ def test_a_dry_run_touches_no_network_and_no_device(monkeypatch):
 
 def test_the_longest_context_is_the_last_that_fits():
     """--max-ctx ends between a context that fits and one, 64k longer, that does not."""
-    args, config, recipe = settled("--model", "llama3.2-1b", "--world", "2", "--gpu-mem", "24",
-                                   "--max-ctx", "--checkpoint", "1")
+    args, config, recipe = settled("--model", "llama3.2-1b", "--layers", "2", "--world", "2",
+                                   "--gpu-mem", "24",
+                                   "--max-ctx", "--checkpoint", "1", "--heads-per-stage", "32")
     longest, report = train.longest_context(config, args)
     assert report.device <= 21 * train.GIB and longest.ctx % 65536 == 0
     more = train.plan_memory(config, train.copy_of(longest, ctx=longest.ctx + 65536), recipe, 2)
@@ -1607,11 +1608,12 @@ def test_the_longest_context_is_the_last_that_fits():
 
 def test_every_part_of_the_device_report_runs_small(tmp_path, monkeypatch, capsys):
     """What a GPU will be asked is tried here: parts, rows, ratios and files."""
-    few = [part for part in report_parts(long=False) if part[0] == "kernels" or "128, " in part[0]]
-    monkeypatch.setitem(globals(), "report_parts", lambda long: few[:4])
+    few = [part for part in report_parts(long=False) if part[0] == "kernels"
+           or part[0].endswith(("128, u = 1", "128, attention twice"))]
+    monkeypatch.setitem(globals(), "report_parts", lambda long: few)
     device_report(str(tmp_path / "report"))
     results = json.loads((tmp_path / "report.json").read_text())
-    assert len(results) == 4 and all(result["status"] == "done" for result in results.values())
+    assert len(results) == 3 and all(result["status"] == "done" for result in results.values())
     assert "128: full recomputation" in (tmp_path / "report.md").read_text()
     assert "right, forward and backward" in capsys.readouterr().out
 
@@ -1619,11 +1621,11 @@ def test_every_part_of_the_device_report_runs_small(tmp_path, monkeypatch, capsy
 def test_one_rank_of_many_needs_what_the_dry_run_says(tmp_path):
     """Measured alone, one rank of 8 (more than there are kv heads) holds what is simulated."""
     seen = tmp_path / "one.json"
-    for flags in (["--offload"], ["--checkpoint", "2"]):
-        launch(0, ["--one-rank-of", "8", "--ctx", "2k", "--layers", "2", *flags, "--json", seen])
-        figures = json.loads(seen.read_text())
-        assert figures["device_bytes"] == pytest.approx(figures["simulated_device_bytes"], rel=0.02)
-        assert figures["host_bytes"] == figures["simulated_host_bytes"]
+    launch(0, ["--one-rank-of", "8", "--ctx", "2k", "--layers", "2", "--checkpoint", "2",
+               "--offload", "--json", seen])
+    figures = json.loads(seen.read_text())
+    assert figures["device_bytes"] == pytest.approx(figures["simulated_device_bytes"], rel=0.02)
+    assert figures["host_bytes"] == figures["simulated_host_bytes"]
 
 
 # 15. train.py, run by workers that have met already -----------------------------------------------
@@ -2449,9 +2451,9 @@ def benchmark(repeats=5):
 
 # python test_upipe.py --device-report OUT [--long] ------------------------------------------------
 #
-# All that is to be known of a GPU, in one command and under 8 minutes. Each part is a process with a
-# time limit of its own; its result is printed and written as soon as it is there, cheapest first. On
-# a machine without a GPU the same parts run at small sizes, to show that they work.
+# All that is to be known of a GPU, in one command and under 8 minutes. Each part is a process with
+# a time limit of its own; its result is printed and written as soon as it is there, cheapest first.
+# On a machine without a GPU the same parts run at small sizes, to show that they work.
 
 GPU = torch.cuda.is_available()
 BUDGET = 8 * 60  # seconds for all parts, the opt-in one aside

@@ -555,7 +555,7 @@ def kernel_error(name, u, n, d, dtype, device, S=200):
     try:
         o, lse = upipe.flash_forward(q, k, v, name)
         grads = upipe.flash_backward(do, q, k, v, o, lse, name)
-    except Exception as error:  # whatever a kernel throws at a head size or a card that it cannot do
+    except Exception as error:  # whatever a kernel throws at what it cannot do
         return str(error).split("\n")[0]
     inputs = [x.double().cpu().requires_grad_() for x in (q, k, v)]
     q, k, v = inputs[0], *(x.repeat_interleave(u // n, dim=1) for x in inputs[1:])
@@ -691,8 +691,8 @@ def too_slow(config, args, recipe):
         return sequences * sum(flops * (1 + n) for flops, n in passes) / rate
     here, ctx = seconds(args.ctx), 2 ** (args.ctx.bit_length() - 1)
     if here > 10:
-        print(f"notice    on this CPU ({brief(rate)} FLOP/s) a step takes {duration(here)} or more, "
-              f"{args.steps} steps {duration(args.steps * here)}", flush=True)
+        print(f"notice    on this CPU ({brief(rate)} FLOP/s) a step takes {duration(here)} or "
+              f"more, {args.steps} steps {duration(args.steps * here)}", flush=True)
     if here <= 600:
         return None
     while seconds(ctx) > 10 and ctx > 256:
@@ -775,8 +775,9 @@ def evaluate(job, model, tokens, starts, ctx, recipe, docs=None):
 
 # 8. The dry run -----------------------------------------------------------------------------------
 # The same model, recipe, sharding, optimizer and step, with tensors that have shapes but no memory
-# (FakeTensorMode) and ranks that are not there (the "fake" process group). A meter sees every tensor
-# come and go. There is no second model of the memory: change upipe.py, and the numbers change.
+# (FakeTensorMode) and ranks that are not there (the "fake" process group). A meter sees every
+# tensor come and go. There is no second model of the memory: change upipe.py, and the numbers
+# change.
 
 GIB = 2**30
 RESERVED = 3 * GIB  # of a card: CUDA's context, NCCL's buffers, what fragmentation wastes
@@ -796,8 +797,9 @@ KINDS = dict(
 class Meter(TorchDispatchMode):
     """Bytes of live storages by kind, and what was there at the peak of each part of a step.
 
-    Slabs of the model's HostStore are host bytes and, with offload_params, so is what FSDP and AdamW
-    hold between steps; all else is on the device. It works on real tensors as on fake ones."""
+    Slabs of the model's HostStore are host bytes and, with offload_params, so is what FSDP and
+    AdamW hold between steps; all else is on the device. It works on real tensors as on fake
+    ones."""
 
     def __init__(self, model, offload_params=False):
         super().__init__()
@@ -910,8 +912,8 @@ def place(frame):
                 stage = f"stage of query heads {local['mine'].start} to {local['mine'].stop - 1}"
             index = getattr(local.get("ctx", local.get("self")), "index", None)
             block = block or (None if index is None else f"block {index}")
-            if isinstance(local, dict):  # before Python 3.13 a copy, kept by the frame: tensors in it
-                local.clear()            # would outlive their last use, and be counted
+            if isinstance(local, dict):  # before Python 3.13 a copy that the frame keeps: tensors
+                local.clear()            # would outlive their last use in it, and be counted
         frame = frame.f_back
     way = "backward" if "backward" in names else "forward"
     return ", ".join(x for x in (block, way, stage, *names[:1]) if x) if names else "in autograd"
@@ -935,8 +937,8 @@ def simulated_kernel():
 
 @contextmanager
 def abridged():
-    """Let upipe walk two tiles of each row of tiles, two stages of each load of keys and values, and
-    two loads: the others take the place of the second and leave nothing behind."""
+    """Let upipe walk two tiles of each row of tiles, two stages of each load of keys and values,
+    and two loads: the others take the place of the second and leave nothing behind."""
     spans, schedule = upipe.tile_spans, upipe.schedule
     upipe.tile_spans = lambda n, tile: spans(n, tile)[:2]
     upipe.schedule = lambda p: [(kv, queries[:2]) for kv, queries in schedule(p)[:2]]
@@ -1008,9 +1010,9 @@ def report_of(meter):
 def plan_memory(config, args, recipe, world, full=False):
     """The Report of one rank of `world`.
 
-    Every block costs the same, so two short models tell what all L layers need: one of a segment and
-    the remainder, one of a segment more. Each part of the step is extended on its own, since the
-    part that peaks at L need not be the one that peaks in a short model."""
+    Every block costs the same, so two short models tell what all L layers need: one of a segment
+    and the remainder, one of a segment more. Each part of the step is extended on its own, since
+    the part that peaks at L need not be the one that peaks in a short model."""
     L, k = config.n_layers, max(1, recipe.checkpoint)
     few = L % k + k + (k if L % k + k == 1 else 0)
     kernel = "cpu" if args.device == "cpu" else "simulated"
@@ -1062,7 +1064,15 @@ def verdict(config, args, report):
 
 
 def too_large(config, args, recipe):
-    """Why this job cannot fit, and what would, or None: the dry run, before every run."""
+    """Why this job cannot fit, and what would, or None: the dry run, before every run.
+
+    A job that is small beyond doubt is spared the seconds: one that would need less than a quarter
+    of the memory if every block kept a hundred tensors [s, D] in float32 and nothing were
+    sharded."""
+    s, states = -(-args.ctx // args.cp), 16 * count_parameters(config)
+    most = 4 * s * (100 * config.n_layers * config.dim + 10 * config.vocab_size) + states
+    if most < args.gpu_mem * GIB / 4:
+        return None
     fits, text = verdict(config, args, plan_memory(config, args, recipe, args.world))
     if fits:
         return None
@@ -1080,8 +1090,8 @@ def gib(size):
 def longest_context(config, args):
     """The longest context that fits, to 64k: (args for it, Report); (None, None) if not even 64k.
 
-    What of the recipe was not asked for is fitted to each length. Memory grows almost linearly, so a
-    line through two simulations tells where to look next. It ends with one that fits and, 64k
+    What of the recipe was not asked for is fitted to each length. Memory grows almost linearly, so
+    a line through two simulations tells where to look next. It ends with one that fits and, 64k
     longer, one that does not."""
     unit, ranks, seen = 64 * 1024, min(args.world, args.gpus_per_node), {}
 

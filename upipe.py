@@ -1117,7 +1117,7 @@ def exchange(role, parts, p):
         if send is None:  # alone, a rank needs no second buffer to send to itself
             shape = (p.C, p.s, *part.shape[2:])
             most = p.s * p.recipe.stage_heads(p.config, p.C) * shape[-1]  # queries: s U d
-            send = p.buffers.take(*(("send", shape, part, most) if p.C > 1 else (role, shape, part)))
+            send = p.buffers.take("send" if p.C > 1 else role, shape, part, p.C > 1 and most)
         send[:, a:b] = part.transpose(0, 1)
     out = p.buffers.take(role, shape, send) if p.C > 1 else None
     return all_to_all(send, p.recipe.group, out).flatten(0, 1)
