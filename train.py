@@ -698,8 +698,8 @@ def too_slow(config, args, recipe):
     while seconds(ctx) > 10 and ctx > 256:
         ctx //= 2
     hope = f"--ctx {write_ctx(ctx)} ({duration(seconds(ctx))} a step)"
-    return (f"a step at --ctx {write_ctx(args.ctx)} takes {duration(here)} or more on this CPU: run "
-            f"{hope if seconds(ctx) <= 10 else '--model tiny'}, take GPUs or --force")
+    return (f"a step at --ctx {write_ctx(args.ctx)} takes {duration(here)} or more on this CPU: "
+            f"run {hope if seconds(ctx) <= 10 else '--model tiny'}, take GPUs or --force")
 
 
 # 7. A step ----------------------------------------------------------------------------------------
@@ -1055,8 +1055,8 @@ def verdict(config, args, report):
     name = "GPU   " if args.device == "cuda" else "memory"
     facts = ((report.device <= usable, f"{name}    {gib(report.device)} GiB at the peak, "
               f"{gib(usable)} usable of {args.gpu_mem:.0f}"),
-             (node <= args.host_mem * GIB, f"host      {gib(report.host)} GiB a rank, {gib(node)} a "
-              f"node of {ranks}, of {args.host_mem:,.0f}"),
+             (node <= args.host_mem * GIB, f"host      {gib(report.host)} GiB a rank, {gib(node)} "
+              f"a node of {ranks}, of {args.host_mem:,.0f}"),
              (call < 2**31, f"kernel    {call / 2**31:.2f} x 2^31 elements in a call, and its "
               "indices end at 1"))
     return all(fits for fits, _ in facts), "\n".join(
@@ -1079,8 +1079,8 @@ def too_large(config, args, recipe):
     problem = re.sub(r" +", " ", next(line for line in text.split("\n") if "not fit" in line))
     longest, _ = longest_context(config, args)
     hope = f"--ctx {write_ctx(longest.ctx)} would" if longest else "more ranks or --layers 1 may"
-    return (f"{args.model} at --ctx {write_ctx(args.ctx)}: {problem}; {hope}; --dry-run says where it "
-            "goes, --force tries all the same")
+    return (f"{args.model} at --ctx {write_ctx(args.ctx)}: {problem}; {hope}; --dry-run says where "
+            "it goes, --force tries all the same")
 
 
 def gib(size):
@@ -1466,7 +1466,8 @@ def export(job, config, model, args):
 # Flags that a resumed run takes from run.json: those that none may change, and those that one may.
 FIXED = ("model", "layers", "init", "ctx", "seed", "task", "docs")
 REMEMBERED = (*FIXED, *SWITCHES, "data", "tokenizer", "steps", "lr", "warmup", "min_lr",
-              "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows", "dtype", "cp")
+              "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows", "dtype",
+               "cp")
 
 
 @dataclass
