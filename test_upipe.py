@@ -1598,7 +1598,8 @@ def test_a_dry_run_touches_no_network_and_no_device(monkeypatch):
 def test_the_longest_context_is_the_last_that_fits():
     """--max-ctx ends between a context that fits and one, 64k longer, that does not."""
     args, config, recipe = settled("--model", "llama3.2-1b", "--layers", "2", "--world", "2",
-                                   "--gpu-mem", "24", "--max-ctx", "--checkpoint", "1", "--heads-per-stage", "32")
+                                   "--gpu-mem", "24", "--max-ctx", "--checkpoint", "1",
+                                   "--heads-per-stage", "32")
     longest, report = train.longest_context(config, args)
     assert report.device <= 21 * train.GIB and longest.ctx % 65536 == 0
     more = train.plan_memory(config, train.copy_of(longest, ctx=longest.ctx + 65536),
