@@ -1472,8 +1472,10 @@ def test_a_rank_that_fails_dies_or_stalls_takes_the_job_down(deed, timeout, said
 
 # 14. The dry run ----------------------------------------------------------------------------------
 
-WATCHED = GPTConfig(vocab_size=128, dim=64, n_layers=3, n_heads=8, n_kv_heads=2, head_dim=8,
-                    ffn_dim=160)
+WATCHED = {2: GPTConfig(vocab_size=128, dim=64, n_layers=3, n_heads=8, n_kv_heads=2, head_dim=8,
+                        ffn_dim=160)}
+WATCHED[1] = replace(WATCHED[2], n_layers=2, qk_norm=True)
+WATCHED[4] = replace(WATCHED[2], n_kv_heads=8, head_dim=16, tie_embeddings=True)
 
 
 def settled(*flags):
@@ -1496,24 +1498,28 @@ def watched_flags(C, changes):
 
 
 def rank_watched_step(args):
-    torch.manual_seed(0)
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.get_world_size()
     job = train.meet(args, world, torch.device("cpu"))
     if not args.fsdp:
         job.everyone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("all", "one"))["one"]
     recipe = replace(train.recipe_of(args), group=job.group)
-    report = train.report_of(train.metered_step(job, WATCHED, args, recipe))
+    report = train.report_of(train.metered_step(job, WATCHED[world], args, recipe))
+    if alone:
+        dist.destroy_process_group()
     return report.device, report.host
 
 
-@pytest.mark.parametrize("row", [name for name, _ in train.ROAD])
-@pytest.mark.parametrize("C", [2, 4])
+@pytest.mark.parametrize("C, row", [(C, name) for C in (2, 4) for name, _ in train.ROAD]
+                         + [(1, "plain"), (1, "+ tiling"), (1, "+ keep_attention")])
 def test_the_dry_run_tells_what_a_real_step_holds(C, row):
     """Simulated and measured peak agree within 2 %, host bytes to the byte, on every row."""
     args = watched_flags(C, row)
     world = C if args.fsdp else 1
     recipe = train.recipe_of(args)
-    simulated = train.report_of(train.simulate(WATCHED, args, recipe, world, "cpu"))
+    simulated = train.report_of(train.simulate(WATCHED[C], args, recipe, world, "cpu"))
     for device, host in RANKS[C](rank_watched_step, args):
         assert device == pytest.approx(simulated.device, rel=0.02)
         assert host == simulated.host
