@@ -467,7 +467,7 @@ def assert_same(ours, ref, tolerance=1e-9):
         assert_close(name, ours.grads[name], ref.grads[name], tolerance)
 
 
-@laws(150)
+@laws(120)
 @given(cases())
 def test_every_recipe_gives_the_loss_logits_and_gradients_of_plain_attention(case):
     """Whatever the ranks, sizes, stages, tiles, masks and switches: to 1e-9, every parameter."""
@@ -510,7 +510,7 @@ def rounding(dtype):
     return 50 ** 0.5 * torch.finfo(dtype).eps / 2
 
 
-@laws(40)
+@laws(30)
 @given(cases(), st.sampled_from([F32, BF16]))
 def test_low_precision_is_off_by_its_rounding_alone(case, dtype):
     """float32 and bfloat16 against float64 on the same, rounded, weights.
@@ -1172,11 +1172,13 @@ SHARDED = {"all on": (ALL_ON, False), "all on, tied": (ALL_ON, True),
            "ulysses, tiled, tied": (Recipe("ulysses", tile=5), True)}
 
 
-@pytest.mark.parametrize("recipe, tied", SHARDED.values(), ids=SHARDED)
-@pytest.mark.parametrize("world, cp", [(2, 2), (4, 4), (4, 2), (2, 1)])
-def test_sharded_steps_equal_one_process(world, cp, recipe, tied):
+@pytest.mark.parametrize("name, world, cp", [
+    *((name, 4, 2) for name in SHARDED), *((name, 2, 2) for name in SHARDED),
+    ("all on", 4, 4), ("two levels, tied", 4, 4), ("all on, tied", 2, 1)])
+def test_sharded_steps_equal_one_process(name, world, cp):
     """A1, A3, F2: loss, norm, gradients and weights, with accumulation over unequal label counts,
     on one group or two; and no rank holds more than its share."""
+    recipe, tied = SHARDED[name]
     config, groups = replace(SMALL, tie_embeddings=tied, n_layers=3), world // cp
     windows = list(windows_of([38, 3, 17, 40][:2 * groups]))
     dealt = [windows[g::groups] for g in range(groups)]
