@@ -467,7 +467,7 @@ def assert_same(ours, ref, tolerance=1e-9):
         assert_close(name, ours.grads[name], ref.grads[name], tolerance)
 
 
-@laws(120)
+@laws(100)
 @given(cases())
 def test_every_recipe_gives_the_loss_logits_and_gradients_of_plain_attention(case):
     """Whatever the ranks, sizes, stages, tiles, masks and switches: to 1e-9, every parameter."""
@@ -510,7 +510,7 @@ def rounding(dtype):
     return 50 ** 0.5 * torch.finfo(dtype).eps / 2
 
 
-@laws(30)
+@laws(20)
 @given(cases(), st.sampled_from([F32, BF16]))
 def test_low_precision_is_off_by_its_rounding_alone(case, dtype):
     """float32 and bfloat16 against float64 on the same, rounded, weights.
@@ -1173,8 +1173,8 @@ SHARDED = {"all on": (ALL_ON, False), "all on, tied": (ALL_ON, True),
 
 
 @pytest.mark.parametrize("name, world, cp", [
-    *((name, 4, 2) for name in SHARDED), *((name, 2, 2) for name in SHARDED),
-    ("all on", 4, 4), ("two levels, tied", 4, 4), ("all on, tied", 2, 1)])
+    *((name, 4, 2) for name in SHARDED), ("all on", 2, 2), ("upipe", 2, 2), ("all on", 4, 4),
+    ("two levels, tied", 4, 4), ("all on, tied", 2, 1)])
 def test_sharded_steps_equal_one_process(name, world, cp):
     """A1, A3, F2: loss, norm, gradients and weights, with accumulation over unequal label counts,
     on one group or two; and no rank holds more than its share."""
@@ -1368,6 +1368,7 @@ def data(tmp_path_factory):
 
 
 BAD = {  # name: (ranks, flags, what the message must say)
+    "more than the memory": (0, "--ctx 4 --model llama3-70b", "GiB", "--force"),
     "unknown model": (0, "--model gpt5", "gpt5", "llama3-8b"),
     "ctx without meaning": (0, "--ctx 5x", "5x", "128k"),
     "ctx of nothing": (0, "--ctx 0", "0", "128k"),
@@ -1383,8 +1384,7 @@ BAD = {  # name: (ranks, flags, what the message must say)
     "no integers": (0, "--data DATA/floats.npy", "floats.npy", "float64"),
     "integers of another width": (0, "--data DATA/wide.bin", "wide.bin", "uint"),
     "token outside the vocabulary": (2, "--data DATA/outside.npy --ctx 800", "outside.npy", "256"),
-    "days on a CPU": (2, "--ctx 5M --model tiny", "5m", "--force"),
-    "more than the memory": (0, "--ctx 4 --model llama3-70b", "GiB", "--force"),
+    "days on a CPU": (0, "--ctx 5M --model tiny", "5m", "--force"),
 }
 
 
