@@ -1369,6 +1369,7 @@ def data(tmp_path_factory):
 
 BAD = {  # name: (ranks, flags, what the message must say)
     "more than the memory": (0, "--ctx 4 --model llama3-70b", "GiB", "--force"),
+    "more in every way": (0, "--ctx 4 --model llama3-70b --attention ulysses", "GiB", "--force"),
     "unknown model": (0, "--model gpt5", "gpt5", "llama3-8b"),
     "ctx without meaning": (0, "--ctx 5x", "5x", "128k"),
     "ctx of nothing": (0, "--ctx 0", "0", "128k"),
