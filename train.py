@@ -21,7 +21,6 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
-import importlib.util
 import hashlib
 import itertools
 import json
@@ -241,14 +240,19 @@ def join(args):
     timeout = timedelta(seconds=min(args.timeout, 1e8))
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if world == 1 else {}
     if args.one_rank_of:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        pretend(world)
         return meet(args, world, device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout,
                             device_id=device if cuda else None, **alone)
     job = meet(args, world, device)
     job.group.set_timeout(timeout)  # a new group does not inherit it
     return job
+
+
+def pretend(world):
+    """Be rank 0 of `world` ranks of which the others are not there: collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
 
 def meet(args, world, device):
@@ -523,6 +527,14 @@ def shard_model(model, mesh, dtype, offload_params=False):
     return model
 
 
+def make_moments(model, optimizer):
+    """A step with gradients 0, so that AdamW's moments exist."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def build(config, args, job):
     """The sharded model and its optimizer. No rank ever holds it whole: meta first, then shards."""
     dtype = getattr(torch, args.dtype)
@@ -571,7 +583,7 @@ def kernel_error(name, u, n, d, dtype, device, S=200):
             return f"its {what} is wrong by {error:.1e}, allowed is {limit:.1e}"
 
 
-def pick_kernel(config, args, job, recipe):
+def choose_kernel(config, args, job, recipe):
     """The kernel to use: --kernel, or of those that are installed and right, the fastest here.
 
     Rank 0 decides. Raises BadInput if the kernel asked for cannot be used."""
@@ -599,7 +611,7 @@ def pick_kernel(config, args, job, recipe):
 
 def installed(package):
     try:
-        return importlib.util.find_spec(package) is not None
+        return find_spec(package) is not None
     except ModuleNotFoundError:  # find_spec("a.b") where there is no a
         return False
 
@@ -635,6 +647,12 @@ def backward_passes(recipe):
     """(attention, rest): the backward pass in units of forward passes, recomputation included."""
     again = recipe.checkpoint > 0
     return 2.5 + (again and not recipe.keep_attention), 2 + again  # flash: 5 products instead of 2
+
+
+def step_flops(config, ctx, recipe):
+    """FLOPs of one sequence's forward and backward pass, recomputation included."""
+    return sum(flops * (1 + n) for flops, n in zip(forward_flops(config, ctx),
+                                                   backward_passes(recipe)))
 
 
 def count_parameters(config):
@@ -686,9 +704,8 @@ def too_slow(config, args, recipe):
     rate = args.world * runs * 2 * 1024**3 / spent
 
     def seconds(ctx):
-        passes = zip(forward_flops(config, ctx), backward_passes(recipe))
         sequences = args.grad_accum * args.world // args.cp
-        return sequences * sum(flops * (1 + n) for flops, n in passes) / rate
+        return sequences * step_flops(config, ctx, recipe) / rate
     here, ctx = seconds(args.ctx), 2 ** (args.ctx.bit_length() - 1)
     if here > 10:
         print(f"notice    on this CPU ({brief(rate)} FLOP/s) a step takes {duration(here)} or "
@@ -782,6 +799,7 @@ def evaluate(job, model, tokens, starts, ctx, recipe, docs=None):
 GIB = 2**30
 RESERVED = 3 * GIB  # of a card: CUDA's context, NCCL's buffers, what fragmentation wastes
 UTILISATION = 0.5   # of the peak FLOP/s, for the estimated time
+BETWEEN_STEPS = ("parameters", "gradients", "optimizer")  # kinds that stay from step to step
 
 # What a tensor is, by the innermost of these functions of upipe.py that was at work.
 KINDS = dict(
@@ -806,13 +824,9 @@ class Meter(TorchDispatchMode):
         self.model, self.offload_params = model, offload_params
         self.live = {}                 # storage -> (bytes, kind)
         self.kinds = defaultdict(int)  # kind -> bytes
-        self.last = len(model.layers) - 1
-        self.reset()
-
-    def reset(self):
-        self.peaks = {}     # part of the step -> (device bytes, kinds, where exactly)
-        self.timeline = []  # kinds, from time to time
-        self.host, self.part = 0, "forward"
+        self.peaks = {}                # part of the step -> (device bytes, kinds, where exactly)
+        self.timeline = []             # (device bytes, kinds), from time to time
+        self.host, self.part, self.last = 0, "forward", len(model.layers) - 1
 
     def __enter__(self):
         self.resize = torch.UntypedStorage.resize_
@@ -872,8 +886,7 @@ class Meter(TorchDispatchMode):
         self.silent(layer, way)
 
     def device_bytes(self):
-        between = ("parameters", "gradients", "optimizer")  # what stays from step to step
-        on_host = sum(self.kinds[kind] for kind in between) if self.offload_params else 0
+        on_host = sum(self.kinds[kind] for kind in BETWEEN_STEPS) if self.offload_params else 0
         return sum(self.kinds.values()) - self.model.store.slab_bytes - on_host
 
     def note(self):
@@ -926,7 +939,7 @@ def simulated_kernel():
 
     def backward(do, q, k, v, o, lse, edges):
         def workspace():
-            size = upipe.flash_workspace(*q.shape[:2], *k.shape[1:])
+            size = upipe.KERNELS["torch"].workspace(*q.shape[:2], *k.shape[1:])
             return q.new_empty(size, dtype=torch.uint8)
         held = workspace()
         grads = [torch.empty_like(x) for x in (q, k, v)]
@@ -951,10 +964,7 @@ def abridged():
 def prepare(job, config, args):
     """Model, optimizer and tokens as in the middle of a run: AdamW's moments exist."""
     model, optimizer = build(config, args, job)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
+    make_moments(model, optimizer)
     s = -(-args.ctx // job.cp)
     return model, optimizer, torch.randint(config.vocab_size, (s,), device=job.device)
 
@@ -976,8 +986,7 @@ def metered_step(job, config, args, recipe):
 
 def simulate(config, args, recipe, world, kernel="simulated", pages=abridged):
     """metered_step of rank 0 of `world`, without memory and without the other ranks."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    pretend(world)
     upipe.KERNELS["simulated"] = (  # without its limit: the verdict names it
         simulated_kernel() if kernel == "simulated"
         else upipe.KERNELS[kernel]._replace(limit=math.inf))
@@ -998,9 +1007,6 @@ class Report:
     where: str      # the peak: part of the step, and place in upipe.py
     kinds: dict     # what there was then: kind -> bytes
     timeline: list  # [(bytes, kinds), ...] over the step
-
-
-BETWEEN_STEPS = ("parameters", "gradients", "optimizer")
 
 
 def report_of(meter):
@@ -1050,19 +1056,26 @@ def plan_memory(config, args, recipe, world, full=False):
     return Report(device, host, f"{part}: {where}", kinds, b.timeline)
 
 
+def shares(config, args, report):
+    """What a job takes of the card, of the host and of a kernel's indices; up to 1 fits."""
+    u = recipe_of(args).stage_heads(config, args.cp) // args.cp
+    call = -(-args.ctx // args.cp) * args.cp * u * config.head_dim  # elements of q: S u d
+    return (report.device / (args.gpu_mem * GIB - RESERVED),
+            report.host * min(args.world, args.gpus_per_node) / (args.host_mem * GIB),
+            call / (2**31 - 1))
+
+
 def verdict(config, args, report):
     """(fits, text): the report against the card, the host and what a kernel can index."""
-    ranks, usable = min(args.world, args.gpus_per_node), args.gpu_mem * GIB - RESERVED
-    node, call = report.host * ranks, kernel_call(config, args)
+    ranks, parts = min(args.world, args.gpus_per_node), shares(config, args, report)
     name = "GPU   " if args.device == "cuda" else "memory"
-    facts = ((report.device <= usable, f"{name}    {gib(report.device)} GiB at the peak, "
-              f"{gib(usable)} usable of {args.gpu_mem:.0f}"),
-             (node <= args.host_mem * GIB, f"host      {gib(report.host)} GiB a rank, {gib(node)} "
-              f"a node of {ranks}, of {args.host_mem:,.0f}"),
-             (call < 2**31, f"kernel    {call / 2**31:.2f} x 2^31 elements in a call, and its "
-              "indices end at 1"))
-    return all(fits for fits, _ in facts), "\n".join(
-        text + (": fits" if fits else ": does not fit") for fits, text in facts)
+    texts = (f"{name}    {gib(report.device)} GiB at the peak, "
+             f"{gib(args.gpu_mem * GIB - RESERVED)} usable of {args.gpu_mem:.0f}",
+             f"host      {gib(report.host)} GiB a rank, {gib(report.host * ranks)} a node of "
+             f"{ranks}, of {args.host_mem:,.0f}",
+             f"kernel    {parts[2]:.2f} x 2^31 elements in a call, and its indices end at 1")
+    return max(parts) <= 1, "\n".join(
+        text + (": fits" if part <= 1 else ": does not fit") for text, part in zip(texts, parts))
 
 
 def too_large(config, args, recipe):
@@ -1095,17 +1108,14 @@ def longest_context(config, args):
     What of the recipe was not asked for is fitted to each length. Memory grows almost linearly, so
     a line through two simulations tells where to look next. It ends with one that fits and, 64k
     longer, one that does not."""
-    unit, ranks, seen = 64 * 1024, min(args.world, args.gpus_per_node), {}
+    unit, seen = 64 * 1024, {}
 
-    def needs(n):  # fractions of the card, the host and a kernel's indices that n units need
+    def needs(n):  # shares for n units
         if n not in seen:
             here = copy_of(args, ctx=n * unit, **args.asked)
             fit_recipe(config, here)
             seen[n] = here, plan_memory(config, here, recipe_of(here), args.world)
-        here, report = seen[n]
-        return (report.device / (args.gpu_mem * GIB - RESERVED),
-                report.host * ranks / (args.host_mem * GIB),
-                kernel_call(config, here) / (2**31 - 1))
+        return shares(config, *seen[n])
     low, high, points = 0, math.inf, (16, 32)  # low fits, high does not
     while high - low > 1:
         for n in points:
@@ -1114,12 +1124,6 @@ def longest_context(config, args):
         edges = [a + (1 - x) * (b - a) / (y - x) for x, y in zip(needs(a), needs(b)) if y > x]
         points = [int(min(max(min(edges), low + 1), high - 1, 4 * low + 1))]
     return seen.get(low, (None, None))
-
-
-def kernel_call(config, args):
-    """The elements of q in one kernel call, which must stay below 2^31."""
-    u = recipe_of(args).stage_heads(config, args.cp) // args.cp
-    return -(-args.ctx // args.cp) * args.cp * u * config.head_dim
 
 
 def dry_run(config, args, recipe):
@@ -1140,8 +1144,7 @@ def dry_run(config, args, recipe):
     for kind, size in sorted(report.kinds.items(), key=lambda item: -item[1]):
         if size > report.device / 1000:
             print(f"          {size / GIB:8.2f} GiB  {kind}")
-    passes = zip(forward_flops(config, args.ctx), backward_passes(recipe))
-    flops = sum(f * (1 + n) for f, n in passes) * args.grad_accum / args.cp
+    flops = step_flops(config, args.ctx, recipe) * args.grad_accum / args.cp
     print(f"time      {duration(flops / (UTILISATION * 989e12))} a step, if each rank computes its "
           f"{brief(flops)} FLOPs (recomputation included) at {UTILISATION:.0%} of an H100's 989 "
           "TFLOP/s")
@@ -1232,10 +1235,7 @@ def travel(rows, args):
 
 def plot_road(path, rows, args):
     """Bars of the road with the card's capacity, and the memory of the last row over one step."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise BadInput("--plot needs matplotlib: pip install matplotlib") from None
+    import matplotlib
     matplotlib.use("agg")
     from matplotlib import pyplot
     names, reports, fit = zip(*((name, report, fits) for name, report, fits, _ in rows if report))
@@ -1355,7 +1355,7 @@ PLAIN = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_slidin
 
 
 def need(package, flag):
-    if find_spec(package) is None:
+    if not installed(package):
         raise BadInput(f"{flag} needs {package}: pip install {package}")
 
 
@@ -1469,7 +1469,7 @@ def export(job, config, model, args):
 FIXED = ("model", "layers", "init", "ctx", "seed", "task", "docs")
 REMEMBERED = (*FIXED, *SWITCHES, "data", "tokenizer", "steps", "lr", "warmup", "min_lr",
               "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows", "dtype",
-               "cp")
+              "cp")
 
 
 @dataclass
@@ -1577,10 +1577,7 @@ def begin(job, args, config, model, optimizer, tokens):
     if saved["tokens"] != tokens:
         raise BadInput(f"--data has {tokens} tokens to train on, the run in {args.save} has "
                        f"{saved['tokens']}: its windows would be others")
-    for p in model.parameters():  # a step for nothing, so that there are moments to load
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
+    make_moments(model, optimizer)  # there must be some to load into
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=saved["path"])
     torch.set_rng_state(state["rng"])
@@ -1860,6 +1857,8 @@ def refuse_early(args, config):
         need("safetensors", "--export" if args.export else "--init")
     if args.loss_by_position:
         need("matplotlib", "--loss-by-position")
+    if args.plot:
+        need("matplotlib", "--plot")
     if args.task == "recall" and (config.vocab_size < 256 or args.ctx < 8 or args.docs is not None):
         raise BadInput("--task recall needs a vocabulary of 256, a --ctx of 8, and no --docs")
 
@@ -2012,7 +2011,7 @@ def main(argv=None):
             job.say("notice    this GPU does not compute in bfloat16: float32 instead")
             args.dtype = "float32"
 
-    recipe = replace(recipe, kernel=pick_kernel(config, args, job, recipe))
+    recipe = replace(recipe, kernel=choose_kernel(config, args, job, recipe))
     print_plan(config, args, job, recipe)
     agree(job, fault)
     if args.one_rank_of:

@@ -1143,7 +1143,7 @@ def load(role, mine, x, w, p):
     def parts():
         for a, b, x_t in rows(x, p.tile):
             y = heads(x_t, cut(rope, a, b), w.norm1, weight, head_norm, p.config)  # [t, ranks*n, d]
-            yield a, b, y.unflatten(1, (ranks, -1)).repeat_interleave(p.C // ranks, dim=1)
+            yield a, b, by_rank(y, p.C)
 
     return exchange(role, parts(), p)
 
