@@ -13,7 +13,10 @@ then the laws:
     6. What is legal     and how everything else is refused
     7. Weights and positions        8. Kernels, all-to-all, stages, buffers, host store
     9. Counts of memory and traffic        10. Who may hold a gradient, who may change it
-    11. Sharded weights        12. Data        13. The program train.py        14. On a GPU
+    11. Sharded weights        12. Data        13. The program train.py        14. The dry run
+    15. train.py by workers        16. Weights in and out        17. Checkpoints
+    18. Signals and crashes        19. Documents        20. Text
+    21. Recall, and looking inside        22. On a GPU
 
 A letter and a number in a docstring (B1, K3) name a kind of bug that other projects have reported
 in public: A loss and scaling, B shapes, C precision, D memory, E offload, F sharding, H launching,
@@ -1422,6 +1425,12 @@ def test_torchrun_trains_on_two_ranks_and_the_loss_falls(data):
     assert all(word in done.stdout for word in ("upipe", "256 tokens", "stages", "validation loss"))
 
 
+def test_the_plan_names_the_kernel(data):
+    """What "auto" came to stands in the plan, before anything runs."""
+    _, out, _ = launch(0, [*QUICK, "--steps", "0", "--data", data / "text.txt"])
+    assert re.search(r"^recipe .*kernel cpu", out, re.MULTILINE)
+
+
 def test_one_process_needs_no_launcher_and_no_port_and_trains_the_same(data):
     """H1, H2, A9: plain python, torchrun with one rank and with two print the same losses, every
     switch on, on a machine that may have no GPU and cannot open a port."""
@@ -1456,6 +1465,26 @@ def failing_step(*args):
 train.train_step = failing_step
 train.run()
 """
+
+
+@pytest.mark.parametrize("capability, dtype", [((7, 5), "float32"), ((8, 0), "bfloat16")])
+def test_a_card_without_bfloat16_computes_in_float32(capability, dtype, monkeypatch, capsys):
+    """H1: known before the recipe is fitted and the memory is planned, and said."""
+    card = SimpleNamespace(total_memory=80 * train.GIB)
+    for name, value in (("is_available", True), ("device_count", 1),
+                        ("get_device_capability", capability), ("get_device_properties", card)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    args = train.parse_args(["--model", "llama3.2-1b"])
+    train.settle(args)
+    assert args.device == "cuda" and args.dtype == dtype
+    assert ("float32 instead" in capsys.readouterr().out) == (dtype == "float32")
+
+
+def test_a_full_gpu_is_told_a_switch_that_is_still_off():
+    """The hint knows the recipe that ran: its defaults too, which depend on the machine."""
+    assert train.out_of_memory([]).endswith("try --offload")
+    assert train.out_of_memory(["--offload"]).endswith("try --stream")
+    assert "more GPUs" in train.out_of_memory(["--offload", "--stream"])
 
 
 @pytest.mark.parametrize("deed, timeout, said", [

@@ -686,7 +686,8 @@ def print_plan(config, args, job, recipe):
             f"{args.dtype}\n"
             f"context   {args.ctx:,} tokens over {job.cp} of {job.world} {job.device.type} ranks\n"
             f"recipe    {recipe.attention}, stages per layer: {n}, heads per stage: {U}, "
-            f"tile {recipe.tile or 'off'}, checkpoint {recipe.checkpoint}{', '.join(['', *on])}\n"
+            f"kernel {recipe.kernel}, tile {recipe.tile or 'off'}, "
+            f"checkpoint {recipe.checkpoint}{', '.join(['', *on])}\n"
             f"work      {sequences} x {args.ctx:,} tokens, {brief(attention + rest)} FLOPs: "
             f"{brief(attention)} in attention, {brief(rest)} in the rest (recomputation apart)")
     gpus = torch.cuda.device_count() if job.device.type == "cuda" else 1
@@ -1803,7 +1804,12 @@ def fit_machine(args):
     if args.dry_run and cuda:
         ram, card = 2000, 80
     elif cuda:
-        card = torch.cuda.get_device_properties(launched()[2]).total_memory / GIB
+        rank, _, local_rank, _ = launched()
+        card = torch.cuda.get_device_properties(local_rank).total_memory / GIB
+        if args.dtype == "bfloat16" and torch.cuda.get_device_capability(local_rank) < (8, 0):
+            args.dtype = "float32"
+            if rank == 0:
+                print("notice    this GPU does not compute in bfloat16: float32 instead")
     args.gpu_mem, args.host_mem = args.gpu_mem or card, args.host_mem or ram
     args.gpus_per_node = args.gpus_per_node or here
 
@@ -1885,7 +1891,6 @@ def settle(args):
         recipe.check(config, args.cp)
     except ValueError as error:
         raise BadInput(str(error))
-    refuse_early(args, config)
     return config, recipe, tokenizer
 
 
@@ -1998,6 +2003,7 @@ def finish(job, args, config, recipe, model, data, tokenizer):
 def main(argv=None):
     args = parse_args(argv)
     config, recipe, tokenizer = settle(args)
+    refuse_early(args, config)
     if args.dry_run:
         return dry_run(config, args, recipe)
     fault = None  # rank 0 decides for all: ranks that measure for themselves might disagree
@@ -2006,11 +2012,6 @@ def main(argv=None):
         fault = fault or too_large(config, args, recipe)
     job = join(args)
     recipe = replace(recipe, group=job.group)
-    if args.dtype == "bfloat16" and job.device.type == "cuda":
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            job.say("notice    this GPU does not compute in bfloat16: float32 instead")
-            args.dtype = "float32"
-
     recipe = replace(recipe, kernel=choose_kernel(config, args, job, recipe))
     print_plan(config, args, job, recipe)
     agree(job, fault)
@@ -2032,6 +2033,7 @@ def main(argv=None):
 def out_of_memory(argv=None):
     """The line for a GPU that is full: the recipe, and the next switch to turn."""
     args = parse_args(argv)
+    settle(args)
     turns = (("--checkpoint 1", not args.checkpoint), ("--offload", not args.offload),
              ("--attention upipe", args.attention != "upipe"), ("--stream", not args.stream),
              ("--heads-per-stage 0", args.heads_per_stage),
