@@ -942,6 +942,106 @@ def test_the_store_is_empty_between_steps_whatever_happened_to_them(recipe):
         assert_close(name, sum(grads[name] for _, grads in results), grad, 1e-9)
 
 
+class LateStream(TorchDispatchMode):
+    """Stands in for the CUDA stream of the copies, at its slowest: a copy is done when somebody has
+    to wait for it, no sooner. Memory that was given away by then is an error, and what is fetched
+    is NaN until it arrives. As `with torch.cuda.stream(...)` it takes the copies down."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.queue, self.done, self.follows, self.slabs = [], 0, False, []
+        computing = SimpleNamespace(wait_event=self.do, wait_stream=lambda _: self.synchronize())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: computing)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+        monkeypatch.setattr(upipe, "pinned", self.pinned)
+
+    def pinned(self, size):
+        self.slabs.append(torch.empty(size, dtype=torch.uint8))
+        return self.slabs[-1]
+
+    def wait_stream(self, computing):
+        self.follows = True
+
+    def __enter__(self):
+        assert self.follows, "a copy that does not wait for what was computed before it"
+        self.follows = False
+        return super().__enter__()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op != torch.ops.aten.copy_.default:
+            return op(*args, **(kwargs or {}))
+        to, source = args[:2]
+        if to.is_meta or source.is_meta:  # nothing to copy
+            return to
+        if any(slab.data_ptr() == source.untyped_storage().data_ptr() for slab in self.slabs):
+            to.fill_(math.nan)
+        self.queue.append([(weakref.ref(x.untyped_storage()), x.dtype, x.storage_offset(), x.shape)
+                           for x in (to, source)])
+        return to
+
+    def record_event(self):
+        return self.done + len(self.queue)
+
+    def do(self, event):
+        """Do the copies up to this event."""
+        while self.done < event:
+            self.done += 1
+            to, source = (self.alive(*x) for x in self.queue.pop(0))
+            to.copy_(source)
+
+    def synchronize(self):
+        self.do(self.record_event())
+
+    def alive(self, storage, dtype, offset, shape):
+        assert storage() is not None and storage().nbytes(), "memory given away before its copy"
+        return torch.empty(0, dtype=dtype).set_(storage(), offset, shape)
+
+
+def late_step(monkeypatch, recipe, fail=False):
+    """Gradients of three layers on one rank whose copies are late, after a step that may fail."""
+    case = Case(1, replace(SMALL, n_layers=3), recipe, 40)
+    model = build(case.config, case.seed)
+    model.store.stream = LateStream(monkeypatch)
+    if fail:
+        model.progress = lambda layer, way: 1 / (layer + (way != "backward"))
+        with pytest.raises(ZeroDivisionError):
+            step(model, case)
+        model.progress = lambda layer, way: None
+        model.zero_grad()
+    step(model, case)
+    return case, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fail", [False, True])
+@pytest.mark.parametrize("recipe", [ALL_ON, replace(ALL_ON, stream=False), TWO_LEVELS,
+                                    replace(TWO_LEVELS, stream=False)])
+def test_copies_may_be_as_late_as_they_are_waited_for(recipe, fail, monkeypatch):
+    """E1: no memory is given away, written over or read while a copy may be at it."""
+    case, grads = late_step(monkeypatch, recipe, fail)
+    for name, grad in reference(case.config, case.seed, [case.data()]).grads.items():
+        assert_close(name, grads[name], grad, 1e-9)
+
+
+@pytest.mark.parametrize("docs", [None, torch.tensor([0, 9, 30])])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe("upipe", tile=7), ALL_ON, TWO_LEVELS])
+def test_a_step_makes_no_tensor_on_another_device(recipe, docs, monkeypatch):
+    """On the meta device, whose tensors mix with the CPU's no more than CUDA's do."""
+    monkeypatch.setitem(upipe.KERNELS, "simulated", train.simulated_kernel())
+    with torch.device("meta"):
+        model, tokens = GPT(replace(SMALL, n_layers=3)), torch.zeros(40, dtype=torch.int64)
+    model.store.stream = LateStream(monkeypatch)
+    model(tokens, tokens, replace(recipe, kernel="simulated"), docs=docs).backward()
+    assert all(p.grad.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("owner, name", [(upipe.HostStore, "settle"), (upipe, "arrived")])
+def test_a_forgotten_wait_is_seen(owner, name, monkeypatch):
+    """The stand-in is a judge: without either of the two waits, the step above fails."""
+    monkeypatch.setattr(owner, name, lambda first, *_: first)
+    with pytest.raises(AssertionError, match="given away"):
+        late_step(monkeypatch, ALL_ON)
+
+
 # 9. Counts of memory and traffic ------------------------------------------------------------------
 
 
@@ -1467,13 +1567,18 @@ train.run()
 """
 
 
-@pytest.mark.parametrize("capability, dtype", [((7, 5), "float32"), ((8, 0), "bfloat16")])
-def test_a_card_without_bfloat16_computes_in_float32(capability, dtype, monkeypatch, capsys):
-    """H1: known before the recipe is fitted and the memory is planned, and said."""
+def pretend_cuda(monkeypatch, capability):
+    """One card of 80 GiB, as far as flags and plans ask."""
     card = SimpleNamespace(total_memory=80 * train.GIB)
     for name, value in (("is_available", True), ("device_count", 1),
                         ("get_device_capability", capability), ("get_device_properties", card)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+@pytest.mark.parametrize("capability, dtype", [((7, 5), "float32"), ((8, 0), "bfloat16")])
+def test_a_card_without_bfloat16_computes_in_float32(capability, dtype, monkeypatch, capsys):
+    """H1: known before the recipe is fitted and the memory is planned, and said."""
+    pretend_cuda(monkeypatch, capability)
     args = train.parse_args(["--model", "llama3.2-1b"])
     train.settle(args)
     assert args.device == "cuda" and args.dtype == dtype
@@ -1646,15 +1751,37 @@ def test_the_longest_context_is_the_last_that_fits():
 
 
 def test_every_part_of_the_device_report_runs_small(tmp_path, monkeypatch, capsys):
-    """What a GPU will be asked is tried here: parts, rows, ratios and files."""
+    """What a GPU will be asked is tried here: parts, rows, promises and files."""
     few = [part for part in report_parts(long=False) if part[0] == "kernels"
-           or part[0].endswith(("128, u = 1", "128, attention twice"))]
+           or part[0].endswith(("1k, u = 1", "1k, attention twice"))]
     monkeypatch.setitem(globals(), "report_parts", lambda long: few)
-    device_report(str(tmp_path / "report"))
+    device_report(tmp_path / "report")
     results = json.loads((tmp_path / "report.json").read_text())
     assert len(results) == 3 and all(result["status"] == "done" for result in results.values())
-    assert "128: full recomputation" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    for promise in ("attention twice / kept", "kernel alone: ", "peaks are within 0.0%"):
+        assert promise in text
     assert "right, forward and backward" in capsys.readouterr().out
+
+
+def test_the_parts_for_a_gpu_are_legal_and_fit_it(monkeypatch):
+    """Flags, kernel indices and, by the dry run, memory: none is refused on a card of 80 GB."""
+    with monkeypatch.context() as patch:
+        pretend_cuda(patch, (9, 0))
+        for name, value in (("GPU", True), ("HEAD_SIZES", (64, 128))):
+            patch.setitem(globals(), name, value)
+        jobs = []
+        for name, command, _ in report_parts(long=True):
+            if command[0] == "train.py":
+                flags = ["torch" if word.startswith("BEST") else word for word in command[1:]]
+                args = train.parse_args([*flags, "--host-mem", "64"])
+                jobs.append((name, args, *train.settle(args)))
+    assert len(jobs) == 14
+    for name, args, config, recipe, _ in jobs:
+        if args.ctx >= 2**20:
+            report = train.plan_memory(config, args, recipe, args.world)
+            fits, text = train.verdict(config, args, report)
+            assert fits, f"{name}: {text}"
 
 
 def test_one_rank_of_many_needs_what_the_dry_run_says(tmp_path):
@@ -2380,22 +2507,26 @@ def cuda_step(model, recipe, n):
 
 
 @cuda
-@pytest.mark.parametrize("name", ["torch", "cudnn", *train.PACKAGES])
+@pytest.mark.parametrize("name", ["torch", "cudnn", "efficient", *train.PACKAGES])
 def test_cuda_kernels_are_naive_attention_and_its_gradient(name):
     """bfloat16 against float64, to 2%: probabilities, their gradients and the results are rounded,
-    5 u = 1% in a row, and a sum of S of them may cancel to a half."""
+    5 u = 1% in a row, and a sum of S of them may cancel to a half. One document and two."""
     if name in train.PACKAGES and not train.installed(train.PACKAGES[name]):
         pytest.skip(f"{name} is not installed")
+    dtype, tolerance = (F32, 1e-3) if name == "efficient" else (BF16, 0.02)
     for S, u, n, d in ((300, 4, 2, 64), (1000, 1, 1, 128), (257, 6, 1, 128)):
-        q, k, v, do = (torch.randn(S, h, d, device="cuda", dtype=BF16) for h in (u, n, n, u))
-        o, lse = upipe.flash_forward(q, k, v, kernel=name)
-        grads = upipe.flash_backward(do, q, k, v, o, lse, kernel=name)
-        q, k, v = (x.cpu().double().requires_grad_() for x in (q, k, v))
-        expected = ref_attention(q, k, v)
-        expected.backward(do.cpu().double())
-        expected = expected.detach(), q.grad, k.grad, v.grad
-        for what, ours, ref in zip(("o", "dq", "dk", "dv"), (o, *grads), expected):
-            assert_close(what, ours.cpu(), ref, 0.02)
+        for ends in ([0, S], [0, S // 3, S]):
+            edges = None if len(ends) == 2 else torch.tensor(ends, dtype=torch.int32, device="cuda")
+            q, k, v, do = (torch.randn(S, h, d, device="cuda", dtype=dtype) for h in (u, n, n, u))
+            o, lse = upipe.flash_forward(q, k, v, name, edges)
+            grads = upipe.flash_backward(do, q, k, v, o, lse, name, edges)
+            q, k, v = (x.cpu().double().requires_grad_() for x in (q, k, v))
+            expected = torch.cat([ref_attention(q[a:b], k[a:b], v[a:b])
+                                  for a, b in zip(ends, ends[1:])])
+            expected.backward(do.cpu().double())
+            expected = expected.detach(), q.grad, k.grad, v.grad
+            for what, ours, ref in zip(("o", "dq", "dk", "dv"), (o, *grads), expected):
+                assert_close(what, ours.cpu(), ref, tolerance)
 
 
 @cuda
@@ -2497,51 +2628,59 @@ def benchmark(repeats=5):
 
 GPU = torch.cuda.is_available()
 BUDGET = 8 * 60  # seconds for all parts, the opt-in one aside
+HEAD_SIZES = (64, 128) if GPU else (16,)
+LENGTHS = (2**16, 2**18, 2**20) if GPU else (128, 512, 1024)
 
 
 def report_parts(long):
-    """[(name, command after `python`, seconds at most)], cheapest first."""
+    """[(name, command after `python`, seconds at most)], cheapest first. BEST and a head size stand
+    for the kernel that the first part found the fastest: all rows use the same one."""
     k, m = ("k", "m") if GPU else ("", "k")  # without a GPU, a thousandth of everything
     model, wide = ("llama3.2-1b", "llama3-8b") if GPU else ("tiny", "tiny")
-    one = ["train.py", "--one-rank-of", "1", "--model", model, "--force", "--offload"]
-    keep, twice = ["--checkpoint", "1", "--keep-attention"], ["--checkpoint", "1",
-                                                              "--no-keep-attention"]
-    many = "32" if GPU else "8"  # U = H on one rank
-    parts = [("kernels", ["test_upipe.py", "--kernels"], 60)]
+    common = ["--force", "--offload", "--checkpoint", "1", "--kernel"]
+    one = ["train.py", "--one-rank-of", "1", "--model", model, *common, f"BEST {HEAD_SIZES[0]}"]
+    rank = ["train.py", "--one-rank-of", "8", "--model", wide, *common, f"BEST {HEAD_SIZES[-1]}",
+            "--layers", "1"]
+    parts = [("kernels", ["test_upipe.py", "--kernels"], 90)]
     if GPU:
         parts.append(("cuda tests", ["-m", "pytest", "-q", "test_upipe.py", "-k", "cuda or gpu or "
                                      "copies_on_a_stream"], 120))
-    for ctx, layers, U in ((f"128{k}", "2", many), (f"512{k}", "2", many), (f"1{m}", "1", "16")):
-        U = U if GPU else "8"
-        size = [*one, "--ctx", ctx, "--layers", layers]
-        parts += [(f"{model}, {layers} layers, {ctx}, u = 1", size + keep, 150),
-                  (f"{model}, {layers} layers, {ctx}, U = {U}",
-                   size + keep + ["--heads-per-stage", U], 150),
-                  (f"{model}, {layers} layers, {ctx}, attention twice", size + twice, 200)]
-        if ctx.startswith("128"):
-            parts.append((f"{model}, {layers} layers, {ctx}, no offload",
-                          [*size, *keep, "--no-offload"], 60))
-    rank = ["train.py", "--one-rank-of", "8", "--model", wide, "--layers", "1", "--force",
-            "--offload", *keep]
-    parts.insert(6, (f"{wide}, 1 layer of one rank of 8, 1{m}", [*rank, "--ctx", f"1{m}"], 90))
+    # At 1m, 32 heads of 64 would be 2^31 elements.
+    for ctx, layers, U in ((f"128{k}", 2, 32), (f"512{k}", 2, 32), (f"1{m}", 1, 16)):
+        size, U = [*one, "--ctx", ctx, "--layers", str(layers)], U if GPU else 8
+        parts += [(f"{model}, L = {layers}, {ctx}, {name}", [*size, *flags], 150)
+                  for name, flags in (("u = 1", []), ("attention twice", ["--no-keep-attention"]),
+                                      (f"U = {U}", ["--heads-per-stage", str(U)]),
+                                      ("no offload", ["--no-offload"]))]
+    later = [part for part in parts if f"1{m}" in part[0] or part[0].endswith("no offload")][1:]
+    parts = [part for part in parts if part not in later]
+    parts.append((f"{wide}, L = 1, one rank of 8, 1{m}", [*rank, "--ctx", f"1{m}"], 90))
+    parts += sorted(later, key=lambda part: part[0].endswith("no offload"))
     if long:
-        parts.append((f"{wide}, 1 layer of one rank of 8, 5{m}", [*rank, "--ctx", f"5{m}"], 600))
+        parts.append((f"{wide}, L = 1, one rank of 8, 5{m}", [*rank, "--ctx", f"5{m}"], 600))
     return parts
 
 
-def report_kernels():
+def report_kernels(path=None):
     """Every kernel here against the formula in float64, and its speed on one head."""
     device, dtype = (torch.device("cuda"), BF16) if GPU else (torch.device("cpu"), F32)
-    names = ["torch", "cudnn", *train.PACKAGES] if GPU else ["cpu"]
-    for name in names:
-        for d in (64, 128):
+    rates = {d: {} for d in HEAD_SIZES}  # FLOP/s by head size, kernel and tokens
+    for d in HEAD_SIZES:
+        for name in ["torch", "cudnn", *train.PACKAGES] if GPU else ["cpu"]:
             error = train.kernel_error(name, 4, 1, d, dtype, device)
             print(f"{name:10} head size {d}: {error or 'right, forward and backward'}", flush=True)
-            if GPU and not error:
-                for S in (2**16, 2**18):
-                    seconds = train.kernel_seconds(name, 1, 1, d, dtype, device, S)
-                    rate = 3.5 * 2 * S**2 * d / seconds / 1e12
-                    print(f"{name:10} head size {d}, {S // 1024}k tokens: {rate:.0f} TFLOP/s")
+            if error:
+                continue
+            rates[d][name] = {}
+            for S in LENGTHS:
+                seconds = train.kernel_seconds(name, 1, 1, d, dtype, device, S)
+                rates[d][name][S] = 3.5 * 2 * S**2 * d / seconds
+                print(f"{name:10} head size {d}, {train.write_ctx(S)} tokens: "
+                      f"{train.brief(rates[d][name][S])}FLOP/s", flush=True)
+    best = {d: max(names, key=lambda name: names[name][LENGTHS[-1]])
+            for d, names in rates.items() if names}
+    if path:
+        Path(path).write_text(json.dumps(dict(rates=rates, best=best)))
 
 
 def report_row(name, result):
@@ -2551,42 +2690,68 @@ def report_row(name, result):
     mfu = f"{result['mfu']:.1%}" if result.get("mfu") else ""
     off = result["device_bytes"] / result["simulated_device_bytes"] - 1
     return (f"| {name} | {result['seconds']:.2f} | {result['tokens_per_second']:,.0f} | {mfu} | "
-            f"{result['device_bytes'] / 2**30:.2f} ({off:+.1%} of simulated) | "
+            f"{result['device_bytes'] / 2**30:.2f} ({off:+.1%}) | "
             f"{result['host_bytes'] / 2**30:.2f} |")
 
 
-def report_ratios(results):
-    """What the table is for: the ratios that the project promises."""
-    def seconds(name):
-        return next((r["seconds"] for n, r in results.items() if n.endswith(name)
-                     and "seconds" in r), None)
-    for size in ("128k", "512k", "1m") if GPU else ("128", "512", "1k"):
-        U = next((n.split(", ")[-1] for n in results if f"{size}, U = " in n), "U = H")
-        for what, a, b in ((f"one head a stage against {U}", f"{size}, u = 1", f"{size}, {U}"),
-                           ("full recomputation against keep_attention",
-                            f"{size}, attention twice", f"{size}, u = 1"),
-                           ("offload against none", f"{size}, u = 1", f"{size}, no offload")):
-            if seconds(a) and seconds(b):
-                yield f"{size}: {what}: {seconds(a) / seconds(b):.3f} x the time"
+def report_promises(results):
+    """What the table is for: each promise of the project, what it came to, whether it holds."""
+    runs = {name: result for name, result in results.items() if "seconds" in result}
+    long = [train.write_ctx(S) for S in ((2**17, 2**19, 2**20) if GPU else LENGTHS)]
+
+    def find(words, what="seconds"):
+        return next((result[what] for name, result in runs.items() if words in name), None)
+
+    def judge(what, a, b, least=0.0, most=math.inf):
+        if a and b:
+            rule = f"at least {least}" if least else f"at most {most}"
+            missed = "" if least <= a / b <= most else ": MISSED"
+            yield f"{what}: {a / b:.3f}, must be {rule}{missed}"
+
+    for size in long:
+        one, twice, many, off = (find(f" {size}, {what}") for what in
+                                 ("u = 1", "attention twice", "U = ", "no offload"))
+        yield from judge(f"{size}, time with offload / without", one, off, most=1.02)
+        if size != long[0]:
+            yield from judge(f"{size}, time of one head a stage / of many", one, many, most=1.03)
+    one = f" {size}, u = 1"
+    yield from judge(f"{size}, time of attention twice / kept", twice, find(one), least=1.22)
+    alone = results.get("kernels", {}).get("rates", {}).get(str(HEAD_SIZES[0]), {}).get(
+        find(one, "kernel"), {}).get(str(LENGTHS[-1]), 0)
+    yield from judge(f"{size}, FLOP/s of attention / of its kernel alone",
+                     find(one, "attention_flops_per_second"), alone, least=0.9)
+    # A utilisation counts 3 forward passes, where flash attention works for 3.5.
+    yield from judge(f"{size}, utilisation of the step / of its kernel alone",
+                     find(one, "flops_per_second"), alone * 3 / 3.5, least=0.85)
+    off = {name: abs(run["device_bytes"] / run["simulated_device_bytes"] - 1)
+           for name, run in runs.items()}
+    if off:
+        worst = max(off, key=off.get)
+        yield (f"peaks are within {off[worst]:.1%} of the dry run's ({worst}), must be within 5%"
+               + (": MISSED" if off[worst] > 0.05 else ""))
 
 
 def device_report(out, long=False):
     """Run the parts, print each result, and write OUT.json and OUT.md."""
-    name = torch.cuda.get_device_name() if GPU else "a CPU"
-    results, began = {}, time.monotonic()
-    lines = [f"Measured on {name}, torch {torch.__version__}.", "", "| part | seconds a step | "
-             "tokens/s | MFU | GiB at the peak | GiB on the host |", "|---|---|---|---|---|---|"]
+    name = torch.cuda.get_device_name() if GPU else "a CPU, small sizes: no figure means anything"
+    out, results, began = Path(out).resolve(), {}, time.monotonic()
+    lines = [f"Measured on {name}, torch {torch.__version__}.", "",
+             "| part | seconds a step | tokens/s | MFU | GiB at the peak (against the dry run) | "
+             "GiB on the host |", "|---|---|---|---|---|---|"]
     for part, command, limit in report_parts(long):
+        best = results.get("kernels", {}).get("best", {})
         left = BUDGET - (time.monotonic() - began)
         seen = Path(f"{out}.part.json")
         seen.unlink(missing_ok=True)
         results[part] = result = dict(status="not run: the time was up")
         if left > 20 or limit > BUDGET:
-            is_run = command[0] == "train.py"
-            command = [sys.executable, *command, *(["--json", str(seen)] if is_run else [])]
+            command = [best.get(word[5:], "auto") if word.startswith("BEST ") else word
+                       for word in command]
+            command += ["--json", str(seen)] if command[0] != "-m" else []
             try:
-                done = subprocess.run(command, cwd=HERE, capture_output=True, text=True,
-                                      timeout=limit if limit > BUDGET else min(limit, left))
+                done = subprocess.run(
+                    [sys.executable, *command], cwd=HERE, capture_output=True, text=True,
+                    timeout=limit if limit > BUDGET else min(limit, left))
                 text = (done.stdout + done.stderr).strip()
                 result["status"] = "done" if done.returncode == 0 else f"exit {done.returncode}"
             except subprocess.TimeoutExpired as late:
@@ -2599,18 +2764,19 @@ def device_report(out, long=False):
         if "seconds" not in result:
             print(result.get("output", "")[-1500:], flush=True)
         rows = [report_row(*item) for item in results.items()]
-        ratios = [f"- {line}" for line in report_ratios(results)]
+        promises = [f"- {line}" for line in report_promises(results)]
         Path(f"{out}.json").write_text(json.dumps(results, indent=1))
-        Path(f"{out}.md").write_text("\n".join([*lines, *rows, "", *ratios]) + "\n")
-    print("\n".join(report_ratios(results)))
+        Path(f"{out}.md").write_text("\n".join([*lines, *rows, "", *promises]) + "\n")
+    seen.unlink(missing_ok=True)
+    print("\n".join(promises))
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--benchmark"]:
         benchmark()
         RANKS[2].stop()
-    elif sys.argv[1:] == ["--kernels"]:
-        report_kernels()
+    elif sys.argv[1:2] == ["--kernels"]:
+        report_kernels(*sys.argv[3:4])  # after --json
     elif sys.argv[1:2] == ["--device-report"] and len(sys.argv) > 2:
         device_report(sys.argv[2], long="--long" in sys.argv[3:])
     else:

@@ -619,12 +619,13 @@ def installed(package):
 def kernel_seconds(name, u, n, d, dtype, device, S=8192):
     """Seconds that kernel `name` takes forward and backward over S tokens."""
     q, k, v = (torch.randn(S, heads, d, device=device, dtype=dtype) for heads in (u, n, n))
-    for _ in range(3):  # the first ones warm up
-        torch.cuda.synchronize()
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for _ in range(2 if S > 2**17 else 4):  # the last one counts
+        sync()
         begin = time.perf_counter()
         o, lse = upipe.flash_forward(q, k, v, name)
         upipe.flash_backward(o, q, k, v, o, lse, name)
-        torch.cuda.synchronize()
+        sync()
         seconds = time.perf_counter() - begin
     return seconds
 
@@ -1178,8 +1179,8 @@ def road(config, args, job=None):
             if not here.fsdp:  # everyone has the whole model: FSDP over a group of one
                 row.everyone = init_device_mesh(job.device.type, (job.world, 1),
                                                 mesh_dim_names=("all", "one"))["one"]
-            seen, seconds = measure(config, here, replace(recipe, group=row.group), row)
-            rows.append((name, seen, True, seconds and row.dp * here.ctx / seconds))
+            seen, times = measure(config, here, replace(recipe, group=row.group), row)
+            rows.append((name, seen, True, seen and row.dp * here.ctx / times["seconds"]))
         else:
             world = args.world if here.fsdp else 1
             report = plan_memory(config, here, recipe, world, args.full)
@@ -1189,30 +1190,74 @@ def road(config, args, job=None):
 
 
 def measure(config, args, recipe, job):
-    """A step for real: (Report, seconds); (None, None) if the GPU is too small for it.
+    """A step for real: (Report, times); (None, None) if the GPU is too small for it.
 
-    On a CPU the peak is the meter's, on CUDA the allocator's."""
+    On a CPU the peak is the meter's, on CUDA the allocator's. times: "seconds" of the step, those
+    in each of PARTS and, on CUDA, "reserved_bytes", what the allocator held for that peak."""
     cuda = job.device.type == "cuda"
+    sync = torch.cuda.synchronize if cuda else lambda: None
+    # One step to warm up, one that counts. A long one warms up with its attention inside documents:
+    # all that is slow in a first step is in it, but not the minutes.
+    short = torch.arange(0, args.ctx, 2**14) if args.ctx >= 2**19 else None
     try:
         model, _, tokens = prepare(job, config, args)
-        for _ in range(2):  # one to warm up, one that counts
+        for docs in (short, None):
             model.zero_grad()
+            sync()
             dist.barrier()
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
-            begin = time.perf_counter()
-            model(tokens, tokens, recipe, total=args.ctx).backward()
-            if cuda:
-                torch.cuda.synchronize()
-            dist.barrier()
-            seconds = time.perf_counter() - begin
+            with stopwatch(job.device) as times:
+                begin = time.perf_counter()
+                model(tokens, tokens, recipe, args.ctx, docs).backward()
+                sync()
+                dist.barrier()
+                times["seconds"] = time.perf_counter() - begin
         if cuda:
+            times["reserved_bytes"] = torch.cuda.max_memory_reserved()
             peak = torch.cuda.max_memory_allocated()
-            return Report(peak, model.store.slab_bytes, "measured", {}, []), seconds
+            return Report(peak, model.store.slab_bytes, "measured", {}, []), times
         del model
-        return report_of(metered_step(job, config, args, recipe)), seconds
+        return report_of(metered_step(job, config, args, recipe)), times
     except torch.OutOfMemoryError:
         return None, None
+
+
+PARTS = {"attention_seconds": ((upipe, "flash_forward"), (upipe, "flash_backward")),
+         "waiting_seconds": ((upipe, "arrived"), (upipe.HostStore, "settle"))}
+
+
+@contextmanager
+def stopwatch(device):
+    """Yields a dict that in the end has the seconds that the device spent in each of PARTS."""
+    def now():
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def timed(function, spans):
+        def timing(*args, **kwargs):
+            begin = now()
+            out = function(*args, **kwargs)
+            spans.append((begin, now()))
+            return out
+        return timing
+    silent = [(owner, name, getattr(owner, name)) for places in PARTS.values()
+              for owner, name in places]
+    times, spans = {}, {part: [] for part in PARTS}
+    for part, places in PARTS.items():
+        for owner, name in places:
+            setattr(owner, name, timed(getattr(owner, name), spans[part]))
+    try:
+        yield times
+    finally:
+        for place in silent:
+            setattr(*place)
+    for part in PARTS:
+        times[part] = sum(a.elapsed_time(b) / 1000 if device.type == "cuda" else b - a
+                          for a, b in spans[part])
 
 
 def travel(rows, args):
@@ -1302,38 +1347,48 @@ def plot_step(axes, history, colors):
 def stand_in():
     """Let collectives bring this rank's own data, as if all ranks had the same: finite numbers, at
     the cost of a copy."""
-    def all_gather_into_tensor(out, x, **_):
-        out.view(-1, x.numel()).copy_(x.reshape(1, -1).expand(out.numel() // x.numel(), -1))
+    def all_gather_into_tensor(output_tensor, input_tensor, **_):
+        whole = output_tensor.view(-1, input_tensor.numel())
+        whole.copy_(input_tensor.reshape(1, -1).expand(len(whole), -1))
 
-    def reduce_scatter_tensor(out, x, **_):
-        out.copy_(x.view(-1)[:out.numel()].view_as(out))
+    def reduce_scatter_tensor(output, input, **_):
+        output.copy_(input.view(-1)[:output.numel()].view_as(output))
 
-    def all_to_all_single(out, x, **_):
-        out.copy_(x)
+    def all_to_all_single(output, input, **_):
+        output.copy_(input)
     for collective in (all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single):
         setattr(dist, collective.__name__, collective)
 
 
 def one_rank(config, args, recipe, job):
     """--one-rank-of: one step of rank 0, measured, beside what the dry run says of it."""
+    job.say(f"notice    this is rank 0 of {job.world}, alone: where others would send data it "
+            "takes its own, so the loss means nothing")
     stand_in()
-    seen, seconds = measure(config, args, recipe, job)
+    seen, times = measure(config, args, recipe, job)
     if seen is None:
         raise torch.OutOfMemoryError
     dist.destroy_process_group()
     plan = plan_memory(config, args, recipe, job.world)
-    flops = 3 * sum(forward_flops(config, args.ctx)) / job.cp
+    attention, rest = (flops / job.cp for flops in forward_flops(config, args.ctx))
+    seconds, inside = times["seconds"], times["attention_seconds"]
     card, peak = peak_flops(job, args)
+    rate = 3 * (attention + rest) / seconds
+    inner = attention * (1 + backward_passes(recipe)[0]) / inside
+    held = f", {times['reserved_bytes'] / GIB:.3f} reserved" if "reserved_bytes" in times else ""
     print(f"measured  {seconds:.2f} s a step, {args.ctx / seconds:,.0f} tokens/s"
-          + (f", MFU {flops / seconds / peak:.1%} of {card}" if peak else "") +
-          f"\nmemory    {seen.device / GIB:.3f} GiB measured, {plan.device / GIB:.3f} simulated "
-          f"({seen.device / plan.device - 1:+.1%})\n"
+          + (f", MFU {rate / peak:.1%} of {card}" if peak else "") +
+          f"\nattention {inside:.2f} s of it, {brief(inner)}FLOP/s; waiting for copies "
+          f"{times['waiting_seconds']:.2f} s\n"
+          f"memory    {seen.device / GIB:.3f} GiB measured, {plan.device / GIB:.3f} simulated "
+          f"({seen.device / plan.device - 1:+.1%}){held}\n"
           f"host      {seen.host / GIB:.3f} GiB measured, {plan.host / GIB:.3f} simulated")
     if args.json:
         Path(args.json).write_text(json.dumps(dict(
-            seconds=seconds, tokens_per_second=args.ctx / seconds, device_bytes=seen.device,
+            times, tokens_per_second=args.ctx / seconds, device_bytes=seen.device,
             simulated_device_bytes=plan.device, host_bytes=seen.host, kernel=recipe.kernel,
-            simulated_host_bytes=plan.host, mfu=flops / seconds / peak if peak else None)))
+            simulated_host_bytes=plan.host, mfu=rate / peak if peak else None,
+            flops_per_second=rate, attention_flops_per_second=inner)))
 
 
 def peak_flops(job, args):

@@ -37,6 +37,7 @@ Read beside it: DeepSpeed Ulysses, arXiv 2309.14509; Untied Ulysses (UPipe), arX
 """
 import hashlib
 import math
+import mmap
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -321,7 +322,7 @@ class Block(nn.Module):
             if recipe.checkpoint and torch.is_grad_enabled():
                 y = LeanBlock.apply(x, p, self.index, *w)
             elif recipe.checkpoint:
-                y = lean_forward(x, w, p)[0]
+                y = lean_forward(x, w, p)
             else:
                 attend = UPipeAttention.apply if recipe.attention == "upipe" else ulysses_attention
                 h = x + F.linear(attend(x, p, *w[:6]), w.wo)
@@ -501,6 +502,7 @@ def aten_kernel(forward, backward):
 
     The n kv heads become the batch, each repeated by a view for its u/n query heads; the gradients
     of the repetitions are summed. Documents are worked through one by one."""
+    last = []  # dimensions of lse after [n, u/n, S]: in some versions cuDNN's has one, of size 1
     batched = lambda x, n: x.unflatten(1, (n, -1)).permute(1, 2, 0, 3)  # [n, u/n, S, d]
     packed = lambda x: x.permute(2, 0, 1, 3).flatten(1, 2).contiguous()  # and back; n = 1: no copy
 
@@ -508,12 +510,14 @@ def aten_kernel(forward, backward):
         n = k.shape[1]
         q, k, v = (batched(x, n) for x in (q, k, v))
         o, lse = forward(q, k.expand_as(q), v.expand_as(q))[:2]
-        return packed(o), lse.reshape(-1, lse.shape[2])  # cudnn's has a last dimension of 1
+        last[:] = lse.shape[3:]
+        return packed(o), lse.reshape(-1, lse.shape[2])[:, :q.shape[2]]  # "efficient" pads its end
 
     def bwd(do, q, k, v, o, lse):
         n = k.shape[1]
         do, q, k, v, o = (batched(x, n) for x in (do, q, k, v, o))
-        dq, dk, dv = backward(do, q, k.expand_as(q), v.expand_as(q), o, lse.unflatten(0, (n, -1)))
+        lse = lse.reshape(n, -1, lse.shape[1], *last)
+        dq, dk, dv = backward(do, q, k.expand_as(q), v.expand_as(q), o, lse)
         if q.shape[1] > 1:
             dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
         return packed(dq), packed(dk), packed(dv)
@@ -606,14 +610,14 @@ KERNELS = {
     "cudnn": aten_kernel(
         lambda q, k, v: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True),
         lambda do, q, k, v, o, lse: aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse[..., None], *no_seed(q), None, None, None, q.shape[2], q.shape[2],
-            0.0, True)),
+            do, q, k, v, o, lse, *no_seed(q), None, None, None, q.shape[2], q.shape[2], 0.0, True)),
     # float32 on CUDA, for cards without bfloat16: no flash kernel takes it, this one does
     "efficient": aten_kernel(
         lambda q, k, v: aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, True),
         lambda do, q, k, v, o, lse: aten._scaled_dot_product_efficient_attention_backward(
-            do, q, k, v, None, o, lse, *no_seed(q), 0.0, [True, True, True, False], True)[:3]),
+            do, q, k, v, None, o, F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf), *no_seed(q),
+            0.0, [True, True, True, False], True)[:3]),
 }
 
 
@@ -748,9 +752,13 @@ def ulysses_attention(x, p, norm1, wq, wk, wv, q_norm, k_norm):
 # *park* it there and *fetch* it just in time. A copy hides behind computation only if the host
 # memory is pinned and the copy is on a stream of its own. Two traps:
 #   - torch's allocator of pinned memory rounds up to a power of two: 5 GiB pin 8. Slabs here are
-#     plain memory of the exact size, registered with CUDA.
-#   - a tensor must not be freed while it is being copied, nor a slab filled while it is being read.
-#     The first is what record_stream says; the second cannot be: all copies queue on one stream.
+#     plain pages, as many as it takes, registered with CUDA.
+#   - when a tensor dies, the next one on the stream that computes gets its memory, and a copy may
+#     not be done with it. Tensor.record_stream would hold it back until the GPU is past the copy;
+#     but the CPU is hundreds of tiles ahead of the GPU, and they would all be held. So the stream
+#     that computes waits: before a parked tensor dies (settle), and before a fetched one is read
+#     (arrived). Where it has to, the copy has long been done.
+# Slabs need no such care: all copies, to and fro, queue on one stream.
 
 
 class HostStore:
@@ -764,29 +772,43 @@ class HostStore:
         self.stream = None             # of the copies, on CUDA
 
     def park(self, x):
-        """Copy x to the host -> Parked. x: contiguous, any shape, dtype and device."""
+        """Start to copy x to the host -> Parked. x: contiguous, any shape, dtype and device; it has
+        to stay as it is until settle()."""
         return Parked(self, x)
+
+    def settle(self):
+        """What was parked may now die or be written over: computation waits for its copies."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
     def slab(self, size):
         """A slab of exactly `size` bytes."""
         if self.free[size]:
             return self.free[size].pop()
         if self.bytes == 0:  # a step begins with a size not seen before: the old ones are a leak
+            if self.stream is not None:
+                self.stream.synchronize()  # of the last step, some may still be on their way
             self.free.clear()
         self.slab_bytes += size
-        slab = torch.empty(size, dtype=torch.uint8, device="cpu")
+        slab = torch.empty(size, dtype=torch.uint8, device="cpu") if self.stream is None else (
+            pinned(size))
         weakref.finalize(slab.untyped_storage(), self._dropped, size)
-        if self.stream is not None:
-            cuda, address = torch.cuda.cudart(), slab.data_ptr()
-            status = int(cuda.cudaHostRegister(address, size, 0))
-            if status != 0:
-                raise RuntimeError(f"cannot pin {size / 2**30:.1f} GiB of host memory (CUDA error"
-                                   f" {status}): raise `ulimit -l` or park less (checkpoint k > 1)")
-            weakref.finalize(slab.untyped_storage(), cuda.cudaHostUnregister, address)
         return slab
 
     def _dropped(self, size):
         self.slab_bytes -= size
+
+
+def pinned(size):
+    """`size` bytes, uint8, on pages that nobody shares, registered with CUDA."""
+    slab = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    cuda, address = torch.cuda.cudart(), slab.data_ptr()
+    status = int(cuda.cudaHostRegister(address, size, 0))
+    if status != 0:
+        raise RuntimeError(f"cannot pin {size / 2**30:.1f} GiB of host memory (CUDA error {status})"
+                           ": raise `ulimit -l` or park less (checkpoint k > 1)")
+    weakref.finalize(slab.untyped_storage(), cuda.cudaHostUnregister, address)
+    return slab
 
 
 class Parked:
@@ -801,35 +823,35 @@ class Parked:
         self.host = self.slab.view(x.dtype).view(x.shape)
         store.bytes += x.nbytes
         self.ahead = None  # (first rows on the device, event): a prefetch under way
-        if x.is_cuda:
-            store.stream.wait_stream(torch.cuda.current_stream())  # until x has been computed
-            with torch.cuda.stream(store.stream):
-                self.host.copy_(x, non_blocking=True)
-            x.record_stream(store.stream)  # x may be freed only after the copy
-        else:
+        if store.stream is None:
             self.host.copy_(x)
+        else:
+            store.stream.wait_stream(torch.cuda.current_stream())  # until x has been computed
+            with torch.cuda.stream(store.stream), record_function("park"):
+                self.host.copy_(x, non_blocking=True)
 
     def __len__(self):
         return len(self.host)
 
     def __del__(self):
-        if hasattr(self, "host"):  # or there was no memory for a slab
+        if hasattr(self, "ahead"):  # or there was no memory for a slab
             self.store.bytes -= self.slab.numel()
             self.store.free[self.slab.numel()].append(self.slab)
+            if self.ahead:  # dropped before it was used
+                arrived(*self.ahead)
 
     def copy(self, a, b):
         """Start to bring rows a to b -> (device tensor, event that says when they are there)."""
         if a == 0 and self.ahead and len(self.ahead[0]) == b:
             ahead, self.ahead = self.ahead, None
             return ahead
-        if self.device.type != "cuda":
-            return self.host[a:b].clone(), None
         stream = self.store.stream
+        if stream is None:
+            return self.host[a:b].clone(), None
         out = torch.empty_like(self.host[a:b], device=self.device)
         stream.wait_stream(torch.cuda.current_stream())  # earlier work may still use this memory
         with torch.cuda.stream(stream), record_function("fetch"):
             out.copy_(self.host[a:b], non_blocking=True)
-        out.record_stream(stream)
         return out, stream.record_event()
 
     def prefetch(self, tile):
@@ -884,9 +906,12 @@ class Kept(list):
     `before` is what was kept just before, hence what backward wants next. (A list, as these can be
     weakly referenced: a chain of strong references would keep dropped graphs alive.)"""
 
-    def __init__(self, p, *tensors):
-        super().__init__(p.store.park(x) if p.recipe.offload else x for x in tensors)
+    def __init__(self, p):
+        self.park = p.store.park if p.recipe.offload else lambda x: x
         self.before, p.last = p.last, weakref.ref(self)
+
+    def keep(self, *tensors):
+        self.extend(map(self.park, tensors))
 
     def take(self):
         """Hand it all over, once. Raises RuntimeError the second time."""
@@ -933,7 +958,8 @@ class Segment(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, p, blocks):
-        ctx.p, ctx.blocks, ctx.kept = p, blocks, Kept(p, x)
+        ctx.p, ctx.blocks, ctx.kept = p, blocks, Kept(p)
+        ctx.kept.keep(x)  # it lives until the first block has settled
         for block in blocks:  # without autograd, in here: the blocks keep nothing
             x = block(x, p)
         return x
@@ -946,6 +972,7 @@ class Segment(torch.autograd.Function):
         dy = own(dy)
         if p.recipe.stream:  # dy waits on the host, too
             parked = p.store.park(dy)
+            p.store.settle()
             release(dy)
         again = replace(p, recipe=replace(p.recipe, checkpoint=1, keep_attention=True),
                         progress=lambda i, way: p.progress(i, way.replace("forward", "again")),
@@ -1263,13 +1290,17 @@ class UPipeAttention(torch.autograd.Function):
 # a million tokens and more, where a stage of attention takes longer than such a walk.
 
 
-def lean_forward(x, w, p):
-    """A block forward, x [s, D] -> y [s, D], o [s, H, d], lse [H/C, S]."""
+def lean_forward(x, w, p, keep=lambda *tensors: None):
+    """A block forward, x [s, D] -> [s, D]. Calls keep(x) and keep(o, lse), o [s, H, d], lse [H/C,
+    S], as soon as these are there: copies hide behind the attention and behind the MLP."""
+    keep(x)
     o, lse = attention_forward(x, w, p)
+    keep(o, lse)
     y = torch.empty_like(x)
     for a, b, x_t in rows(x, p.tile):
         y[a:b] = mlp(x_t + F.linear(o[a:b].flatten(1), w.wo), None, *w[7:], p.config)
-    return y, o, lse
+    p.store.settle()
+    return y
 
 
 class LeanBlock(torch.autograd.Function):
@@ -1277,10 +1308,9 @@ class LeanBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, p, index, *weights):
-        y, o, lse = lean_forward(x, Weights(*weights), p)
-        ctx.p, ctx.index, ctx.kept = p, index, Kept(p, x, o, lse)
+        ctx.p, ctx.index, ctx.kept = p, index, Kept(p)
         ctx.save_for_backward(*weights)
-        return y
+        return lean_forward(x, Weights(*weights), p, ctx.kept.keep)
 
     @staticmethod
     def backward(ctx, dy):
@@ -1304,6 +1334,7 @@ class LeanBlock(torch.autograd.Function):
         dwo, dw_mlp, dh_kept = dwo.done(), dw_mlp.done(), dh
         if p.recipe.stream:
             dh_kept = p.store.park(dh)
+            p.store.settle()
             release(dh)
 
         # (b) the do of a stage is dh @ wo, for the columns of wo that its heads own
