@@ -22,11 +22,13 @@ A letter and a number in a docstring (B1, K3) name a kind of bug that other proj
 in public: A loss and scaling, B shapes, C precision, D memory, E offload, F sharding, H launching,
 I data, J stability, K process groups.
 """
+import ctypes
 import functools
 import gzip
 import io
 import json
 import math
+import mmap
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -902,6 +904,23 @@ def test_slabs_are_no_larger_than_what_they_hold():
     parked.clear()
     parked.append(store.park(torch.zeros(100)))
     assert store.bytes == 400 and store.slab_bytes <= 420
+
+
+def test_pinned_pages_are_whole_and_released_before_they_go(monkeypatch):
+    """D1: from the start of a page, exactly as long as asked; CUDA lets go while they are still
+    there, as a read shows; and a limit of the system is told in one line."""
+    seen = {}
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: seen.update(start=address, size=size) or 0,
+        cudaHostUnregister=lambda address: seen.update(last=ctypes.string_at(address, 1)))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    part = upipe.pinned(10_001).fill_(7)[:5]
+    assert seen == dict(start=part.data_ptr(), size=10_001) and seen["start"] % mmap.PAGESIZE == 0
+    del part
+    assert seen["last"] == b"\x07"
+    cuda.cudaHostRegister = lambda *_: 2
+    with pytest.raises(RuntimeError, match="cannot pin .* error 2.: raise `ulimit -l`"):
+        upipe.pinned(100)
 
 
 def rank_abandoned(case):
