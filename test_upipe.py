@@ -69,6 +69,9 @@ from upipe import GPT, GPTConfig, IGNORE, PRESETS, Recipe
 
 torch.set_num_threads(1)  # a thread per rank: here and in the worker processes below
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+GPU = torch.cuda.is_available()
+cuda = pytest.mark.skipif(not GPU, reason="needs a GPU")  # tests without it are the CPU's
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # and so are their processes
 
 
 # 1. The reference ---------------------------------------------------------------------------------
@@ -209,7 +212,10 @@ class Ranks:
         for rank in range(self.C):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=serve, args=(rank, self.C, store, theirs), daemon=True)
-            process.start()
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in NO_GPU.items():
+                    patch.setenv(name, value)
+                process.start()
             theirs.close()  # so that a dead worker's end is closed, and reading ours ends
             self.workers.append((process, ours))
 
@@ -279,6 +285,12 @@ class Alone:
 
 
 RANKS = {1: Alone(), 2: Ranks(2), 4: Ranks(4)}
+
+
+@pytest.fixture(autouse=True)
+def hide_the_gpu(request, monkeypatch):
+    if cuda.mark not in request.node.iter_markers():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -1437,11 +1449,8 @@ RUN = "import sys; sys.path.insert(0, sys.argv.pop(1)); import train; {before}; 
 QUICK = ["--ctx", "64", "--layers", "2", "--eval-windows", "2", "--steps", "2"]
 
 
-def launch(ranks, flags, before="pass", limit=60):
-    """train.py on `ranks` processes as torchrun starts them; for 0 ranks, as plain python does.
-
-    -> rank 0's exit code, and the stdout and stderr of all. Like torchrun, ends the others when
-    rank 0 has ended."""
+def start(ranks, flags, before="pass"):
+    """train.py on `ranks` processes as torchrun starts them; for 0 ranks, as plain python does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -1450,9 +1459,16 @@ def launch(ranks, flags, before="pass", limit=60):
     for rank in range(max(1, ranks)):
         place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
                      MASTER_ADDR="127.0.0.1", MASTER_PORT=port) if ranks else {}
-        env = os.environ | {name: str(value) for name, value in place.items()}
+        env = os.environ | {name: str(value) for name, value in place.items()} | NO_GPU
         processes.append(subprocess.Popen(command, env=env | {"OMP_NUM_THREADS": "1"}, text=True,
                                           stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    return processes
+
+
+def launch(ranks, flags, before="pass", limit=60):
+    """start() -> rank 0's exit code, and the stdout and stderr of all. Like torchrun, ends the
+    others when rank 0 has ended."""
+    processes = start(ranks, flags, before)
     try:
         out, err = processes[0].communicate(timeout=limit)
         for process in processes[1:]:
@@ -1467,7 +1483,8 @@ def launch(ranks, flags, before="pass", limit=60):
 def torchrun(*command, limit):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
                *map(str, command)]
-    return subprocess.run(command, cwd=HERE, text=True, capture_output=True, timeout=limit)
+    return subprocess.run(command, cwd=HERE, text=True, capture_output=True, timeout=limit,
+                          env=os.environ | NO_GPU)
 
 
 def losses(out):
@@ -2222,33 +2239,6 @@ def test_kill_9_costs_the_steps_that_were_not_saved(deed, last, texts, tmp_path)
     assert records(tmp_path / "log").keys() == set(range(1, 7))
 
 
-def start(ranks, flags):
-    """As test_upipe.launch, but it does not wait."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", RUN.format(before="pass"), str(HERE), *map(str, flags)]
-    return [
-        subprocess.Popen(
-            command,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ
-            | dict(
-                RANK=str(r),
-                LOCAL_RANK=str(r),
-                WORLD_SIZE=str(ranks),
-                LOCAL_WORLD_SIZE=str(ranks),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-                OMP_NUM_THREADS="1",
-            ),
-        )
-        for r in range(ranks)
-    ]
-
-
 def wait_for(process, word):
     for line in process.stdout:
         if word in line:
@@ -2274,23 +2264,12 @@ def test_a_signal_to_any_rank_ends_the_step_saves_and_exits_0(number, rank, text
 
 def test_a_second_signal_stops_at_once(texts, tmp_path):
     """Even in the middle of a step that never ends."""
-    script = (
-        "stop = train.Stop(); import os, signal, time, torch; print('ready', flush=True); "
-        "os.kill(os.getpid(), signal.SIGUSR1); time.sleep(0.2); "
-        "os.kill(os.getpid(), signal.SIGTERM); "
-        "torch.randn(4000, 4000).matrix_power(1000)"
-    )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path.insert(0, {str(HERE)!r}); import train; {script}",
-        ],
-        timeout=30,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 128 + signal.SIGTERM, done
+    deed = ("stop = train.Stop(); import os, signal, time, torch; os.kill(os.getpid(), "
+            "signal.SIGUSR1); time.sleep(0.2); os.kill(os.getpid(), signal.SIGTERM); "
+            "torch.randn(4000, 4000).matrix_power(1000)")
+    (process,) = start(0, [], before=deed)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, err
 
 
 # 19. Documents ------------------------------------------------------------------------------------
@@ -2507,7 +2486,6 @@ def test_a_sample_does_not_depend_on_the_ranks(texts, whole):
 
 # 22. On a GPU -------------------------------------------------------------------------------------
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LARGER = GPTConfig(vocab_size=1000, dim=512, n_layers=3, n_heads=8, n_kv_heads=2, head_dim=64,
                    ffn_dim=1024)
 
@@ -2645,7 +2623,6 @@ def benchmark(repeats=5):
 # a time limit of its own; its result is printed and written as soon as it is there, cheapest first.
 # On a machine without a GPU the same parts run at small sizes, to show that they work.
 
-GPU = torch.cuda.is_available()
 BUDGET = 8 * 60  # seconds for all parts, the opt-in one aside
 HEAD_SIZES = (64, 128) if GPU else (16,)
 LENGTHS = (2**16, 2**18, 2**20) if GPU else (128, 512, 1024)
