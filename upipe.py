@@ -496,12 +496,13 @@ class Kernel(NamedTuple):
     limit: float = 2**31                      # elements of q that it can index
 
 
-def aten_kernel(forward, backward):
-    """A Kernel from aten's form: [batch, heads, S, d], a kv head for every query head, no
-    documents.
+def aten_kernel(forward, backward, grouped=False):
+    """A Kernel from aten's form, [batch, heads, S, d], which knows no documents.
 
-    The n kv heads become the batch, each repeated by a view for its u/n query heads; the gradients
-    of the repetitions are summed. Documents are worked through one by one."""
+    The n kv heads become the batch. Unless the kernel takes grouped heads, each is repeated, by a
+    view, for its u/n query heads, and the gradients of the repetitions are summed. Documents are
+    worked through one by one."""
+    widen = (lambda x, q: x) if grouped else (lambda x, q: x.expand_as(q))
     last = []  # dimensions of lse after [n, u/n, S]: in some versions cuDNN's has one, of size 1
     batched = lambda x, n: x.unflatten(1, (n, -1)).permute(1, 2, 0, 3)  # [n, u/n, S, d]
     packed = lambda x: x.permute(2, 0, 1, 3).flatten(1, 2).contiguous()  # and back; n = 1: no copy
@@ -509,7 +510,7 @@ def aten_kernel(forward, backward):
     def fwd(q, k, v):
         n = k.shape[1]
         q, k, v = (batched(x, n) for x in (q, k, v))
-        o, lse = forward(q, k.expand_as(q), v.expand_as(q))[:2]
+        o, lse = forward(q, widen(k, q), widen(v, q))[:2]
         last[:] = lse.shape[3:]
         return packed(o), lse.reshape(-1, lse.shape[2])[:, :q.shape[2]]  # "efficient" pads its end
 
@@ -517,8 +518,8 @@ def aten_kernel(forward, backward):
         n = k.shape[1]
         do, q, k, v, o = (batched(x, n) for x in (do, q, k, v, o))
         lse = lse.reshape(n, -1, lse.shape[1], *last)
-        dq, dk, dv = backward(do, q, k.expand_as(q), v.expand_as(q), o, lse)
-        if q.shape[1] > 1:
+        dq, dk, dv = backward(do, q, widen(k, q), widen(v, q), o, lse)
+        if dk.shape[1] > 1:
             dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
         return packed(dq), packed(dk), packed(dv)
 
@@ -610,7 +611,8 @@ KERNELS = {
     "cudnn": aten_kernel(
         lambda q, k, v: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True),
         lambda do, q, k, v, o, lse: aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse, *no_seed(q), None, None, None, q.shape[2], q.shape[2], 0.0, True)),
+            do, q, k, v, o, lse, *no_seed(q), None, None, None, q.shape[2], q.shape[2], 0.0, True),
+        grouped=True),
     # float32 on CUDA, for cards without bfloat16: no flash kernel takes it, this one does
     "efficient": aten_kernel(
         lambda q, k, v: aten._scaled_dot_product_efficient_attention(
@@ -622,14 +624,10 @@ KERNELS = {
 
 
 def pick_kernel(name, q):
-    """The Kernel called `name`; "auto": the CPU's, or on CUDA flash-attn's if it is installed."""
-    if name == "auto" and q.device.type == "cpu":
-        name = "cpu"
-    elif name == "auto" and q.dtype not in (torch.bfloat16, torch.float16):
-        name = "efficient"
-    elif name == "auto":
-        from importlib.util import find_spec
-        name = "flash-attn" if find_spec("flash_attn") else "torch"
+    """The Kernel called `name`; "auto": torch's own for the device and dtype of q."""
+    if name == "auto":
+        cuda = "torch" if q.dtype in (torch.bfloat16, torch.float16) else "efficient"
+        name = "cpu" if q.device.type == "cpu" else cuda
     return KERNELS[name]
 
 
