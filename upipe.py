@@ -799,7 +799,8 @@ class HostStore:
 
 def pinned(size):
     """`size` bytes, uint8, on pages that nobody shares, registered with CUDA."""
-    slab = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    slab = torch.frombuffer(pages, dtype=torch.uint8)
     cuda, address = torch.cuda.cudart(), slab.data_ptr()
     status = int(cuda.cudaHostRegister(address, size, 0))
     if status != 0:
