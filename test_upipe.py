@@ -2802,6 +2802,7 @@ def report_part(command, limit, seen, best):
     command = [best.get(word[5:], "auto") if word.startswith("BEST ") else word
                for word in command]
     command += ["--json", str(seen)] if command[0] != "-m" else []
+    seen.unlink(missing_ok=True)  # of a report that was cut off
     try:
         done = subprocess.run([sys.executable, *command], cwd=HERE, capture_output=True, text=True,
                               timeout=limit)

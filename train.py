@@ -626,15 +626,20 @@ def installed(package):
 def kernel_seconds(name, u, n, d, dtype, device, S=8192):
     """Seconds that kernel `name` takes forward and backward over S tokens."""
     q, k, v = (torch.randn(S, heads, d, device=device, dtype=dtype) for heads in (u, n, n))
-    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(2 if S > 2**17 else 4):  # the last one counts
-        sync()
+        synchronize(device)
         begin = time.perf_counter()
         o, lse = upipe.flash_forward(q, k, v, name)
         upipe.flash_backward(o, q, k, v, o, lse, name)
-        sync()
+        synchronize(device)
         seconds = time.perf_counter() - begin
     return seconds
+
+
+def synchronize(device):
+    """Wait for all that the device was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 # 6. The plan --------------------------------------------------------------------------------------
@@ -1202,7 +1207,6 @@ def measure(config, args, recipe, job):
     On a CPU the peak is the meter's, on CUDA the allocator's. times: "seconds" of the step, those
     in each of PARTS and, on CUDA, "reserved_bytes", what the allocator held for that peak."""
     cuda = job.device.type == "cuda"
-    sync = torch.cuda.synchronize if cuda else lambda: None
     # One step to warm up, one that counts. A long one warms up with its attention inside documents:
     # all that is slow in a first step is in it, but not the minutes.
     short = torch.arange(0, args.ctx, 2**14) if args.ctx >= 2**19 else None
@@ -1211,14 +1215,14 @@ def measure(config, args, recipe, job):
         model, _, tokens = prepare(job, config, args)
         for docs in (short, None):
             model.zero_grad()
-            sync()
+            synchronize(job.device)
             dist.barrier()
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             with stopwatch(job.device) as times:
                 begin = time.perf_counter()
                 model(tokens, tokens, recipe, args.ctx, docs).backward()
-                sync()
+                synchronize(job.device)
                 dist.barrier()
                 times["seconds"] = time.perf_counter() - begin
         if cuda:
@@ -1228,7 +1232,7 @@ def measure(config, args, recipe, job):
         del model
         return report_of(metered_step(job, config, args, recipe)), times
     except torch.OutOfMemoryError:
-        sync()  # a copy may be under way to memory that is free by now
+        synchronize(job.device)  # a copy may be under way to memory that is free by now
         return None, None
 
 
