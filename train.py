@@ -58,16 +58,12 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import upipe
-from upipe import GPT, GPTConfig, IGNORE, PRESETS, Recipe, stages
+from upipe import BadInput, GPT, GPTConfig, IGNORE, PRESETS, Recipe, stages
 
 SWITCHES = [f.name for f in fields(Recipe) if f.name != "group"]  # each is a flag
 NO_ID = -1  # no token
 
 # 1. Flags -----------------------------------------------------------------------------------------
-
-
-class BadInput(Exception):
-    """What a user can get wrong: one line on stderr and exit code 2, on any number of ranks."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -1955,10 +1951,7 @@ def settle(args):
                   ("checkpoint", "keep_attention", "offload", "stream")}
     fit_recipe(config, args)
     recipe = recipe_of(args)
-    try:
-        recipe.check(config, args.cp)
-    except ValueError as error:
-        raise BadInput(str(error))
+    recipe.check(config, args.cp)
     return config, recipe, tokenizer
 
 

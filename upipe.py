@@ -57,6 +57,10 @@ IGNORE = -100  # the label of a token that is not to be predicted
 # 1. Config and recipe -----------------------------------------------------------------------------
 
 
+class BadInput(ValueError):
+    """What a user can get wrong. Its one line names the value, the rule and the remedy."""
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """The sizes of a Llama- or Qwen3-shaped model. Raises ValueError for sizes that fit no
@@ -76,12 +80,12 @@ class GPTConfig:
 
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_kv_heads={self.n_kv_heads} must divide n_heads={self.n_heads}")
+            raise BadInput(f"n_kv_heads={self.n_kv_heads} must divide n_heads={self.n_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
+            raise BadInput(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
         kind = (self.rope_scaling or {}).get("rope_type", "llama3")
         if kind != "llama3":
-            raise ValueError(f"rope_scaling of type {kind!r} is not supported: only 'llama3' is")
+            raise BadInput(f"rope_scaling of type {kind!r} is not supported: only 'llama3' is")
 
 
 _LLAMA3_SCALING = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -125,7 +129,7 @@ class Recipe:
 
         def need(ok, message):
             if not ok:
-                raise ValueError(message)
+                raise BadInput(message)
 
         need(self.attention in ("plain", "ulysses", "upipe"),
              f"attention={self.attention!r} is unknown: use 'plain', 'ulysses' or 'upipe'")
@@ -412,8 +416,8 @@ class GPT(nn.Module):
         attention and positions stay inside a document. None: the sequence is one.
         Raises ValueError for what the model cannot run, before anything is sent."""
         if tokens.shape != labels.shape:
-            raise ValueError(f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)} differ"
-                             " in shape: there is one label for each token")
+            raise BadInput(f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)} differ"
+                           " in shape: there is one label for each token")
         p = self._start(tokens, recipe, docs)
         if total is None:
             total = (labels != IGNORE).sum()
@@ -437,7 +441,7 @@ class GPT(nn.Module):
         C, s = group_size(recipe.group), len(tokens)
         recipe.check(self.config, C)
         if tokens.dim() != 1 or s == 0:
-            raise ValueError(f"tokens {tuple(tokens.shape)} must be [s], one sequence, not empty")
+            raise BadInput(f"tokens {tuple(tokens.shape)} must be [s], one sequence, not empty")
         positions = torch.arange(s, device=tokens.device)
         if C > 1:
             positions += s * dist.get_rank(recipe.group)
@@ -470,8 +474,8 @@ def document_edges(starts, S):
     starts = torch.as_tensor(starts, dtype=torch.int64)
     edges = F.pad(starts, (0, 1), value=S)
     if starts.dim() != 1 or len(starts) == 0 or starts[0] != 0 or (edges.diff() <= 0).any():
-        raise ValueError(f"docs={starts.tolist()} must be where the documents start: 0 first, then"
-                         f" ascending, all below the sequence's length {S}")
+        raise BadInput(f"docs={starts.tolist()} must be where the documents start: 0 first, then"
+                       f" ascending, all below the sequence's length {S}")
     return edges.to(torch.int32)
 
 
@@ -637,9 +641,9 @@ def flash_forward(q, k, v, kernel="auto", edges=None):
     Query head i reads kv head i // (u/n). Raises ValueError for 2^31 elements and more."""
     kernel = pick_kernel(kernel, q)
     if q.numel() >= kernel.limit:
-        raise ValueError(f"attention over {q.shape[0]} tokens x {q.shape[1]} heads x {q.shape[2]}"
-                         f" is {q.numel()} elements in one call, and kernels index below 2^31: use"
-                         " attention='upipe' with fewer heads_per_stage")
+        raise BadInput(f"attention over {q.shape[0]} tokens x {q.shape[1]} heads x {q.shape[2]}"
+                       f" is {q.numel()} elements in one call, and kernels index below 2^31: use"
+                       " attention='upipe' with fewer heads_per_stage")
     return kernel.forward(*(x.contiguous() for x in (q, k, v)), edges)
 
 
@@ -714,7 +718,7 @@ def seq_to_heads(x, group=None):
     -> [S, u, d] in order. The gradient is heads_to_seq. Raises ValueError if x.shape[0] is not C.
     Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3."""
     if x.shape[0] != group_size(group):
-        raise ValueError(f"x.shape[0]={x.shape[0]} must be the group's size {group_size(group)}")
+        raise BadInput(f"x.shape[0]={x.shape[0]} must be the group's size {group_size(group)}")
     return AllToAll.apply(x, group).flatten(0, 1)
 
 
@@ -722,8 +726,8 @@ def heads_to_seq(x, group=None):
     """The way back: [S, u, d] -> [C, s, u, d], at index r my tokens of rank r's heads. Raises
     ValueError if C does not divide S."""
     if x.shape[0] % group_size(group):
-        raise ValueError(f"{x.shape[0]} tokens do not divide by the group's size"
-                         f" {group_size(group)}: pad them (see shard)")
+        raise BadInput(f"{x.shape[0]} tokens do not divide by the group's size"
+                       f" {group_size(group)}: pad them (see shard)")
     return AllToAll.apply(x.unflatten(0, (group_size(group), -1)), group)
 
 
