@@ -9,11 +9,13 @@ Symbols, used in every shape comment (small letters are one rank's part):
     S  tokens in the whole sequence   C  ranks that share it        s = S/C  tokens on one rank
     D  model width   L  layers        H, K  query, key/value heads  G = H/K  d  size of one head
     U  query heads in one stage, over all ranks: u = U/C a rank     V  vocabulary  F  MLP width
+    t  tokens in one tile             n  kv heads that a stage reads
 There is no batch dimension: at these lengths the batch is one sequence. Activations are [s, D],
 heads [S, u, d]. `p` is the Pass: sizes, recipe, buffers; what a block knows beside x and weights.
+`group` is always a torch ProcessGroup: the C ranks.
 
 Contents, in the order in which the memory runs out:
-    1. Config and recipe     every size and every switch, and what is legal
+    1. Config and recipe     every size and every switch
     2. The transformer       what a nanoGPT reader expects; the list of what autograd keeps
     3. Attention kernels     no S x S matrix: forward and backward meet through the log-sum-exp
     4. Ulysses               an all-to-all: "my tokens, all heads" <-> "all tokens, my heads"
@@ -22,6 +24,7 @@ Contents, in the order in which the memory runs out:
     7. Sequence tiling       what works token by token works on a few thousand tokens at a time
     8. UPipe                 walk the heads in stages that reuse the same buffers
     9. The lean block        all of it together, with a backward pass written by hand
+   10. What is legal         which ranks, heads and switches go together
 
 Words: a *stage* is heads, a *tile* is tokens, a *segment* is blocks, a *slab* is host memory;
 *park* and *fetch* move a tensor to the host and back. A gradient is d + name (dq), the log-sum-exp
@@ -38,19 +41,21 @@ Read beside it: DeepSpeed Ulysses, arXiv 2309.14509; Untied Ulysses (UPipe), arX
 import hashlib
 import math
 import mmap
+import sys
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd import profiler
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import attention
-from torch.profiler import record_function
 
 IGNORE = -100  # the label of a token that is not to be predicted
 
@@ -63,8 +68,7 @@ class BadInput(ValueError):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a Llama- or Qwen3-shaped model. Raises ValueError for sizes that fit no
-    model."""
+    """The sizes of a Llama- or Qwen3-shaped model. Raises BadInput for sizes that fit no model."""
     vocab_size: int                # V
     dim: int                       # D
     n_layers: int                  # L
@@ -105,12 +109,15 @@ PRESETS = {  # V, D, L, H, K, d, F
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every memory switch. `Recipe()` is the plain transformer; each switch is a part below."""
+    """Every memory switch. `Recipe()` is the textbook; each switch is a part below.
+
+    checkpoint = 0 is plain or Ulysses attention by autograd (parts 2 to 4). All other switches need
+    checkpoint >= 1, whose blocks run the code of parts 5 to 9. Part 10 says what is legal."""
     attention: str = "plain"      # "plain" (C = 1), "ulysses" (U = H) or "upipe"
     heads_per_stage: int = 0      # U over all ranks, for upipe; 0 = C, the least memory
     checkpoint: int = 0           # 0 = autograd keeps what it likes; k = one tensor per k blocks
     keep_attention: bool = False  # with checkpoint 1: attention's output too: never run it twice
-    offload: bool = False         # with checkpoint >= 1: what is kept waits on the host
+    offload: bool = False         # what is kept waits on the host
     stream: bool = False          # with offload: backward reads x and dy from there, tile by tile
     tile: int = 0                 # tokens per tile in all that works token by token; 0 = no tiles
     kernel: str = "auto"          # a name in KERNELS; "auto" = by device and dtype
@@ -121,59 +128,8 @@ class Recipe:
         return (self.heads_per_stage or C) if self.attention == "upipe" else config.n_heads
 
     def check(self, config, C=None):
-        """Raise ValueError, naming value, rule and remedy, unless `config` can run this on C ranks.
-
-        It looks at numbers alone: nothing is sent, and all ranks come to the same answer."""
-        C = C or group_size(self.group)
-        H, K, U = config.n_heads, config.n_kv_heads, self.stage_heads(config, C)
-
-        def need(ok, message):
-            if not ok:
-                raise BadInput(message)
-
-        need(self.attention in ("plain", "ulysses", "upipe"),
-             f"attention={self.attention!r} is unknown: use 'plain', 'ulysses' or 'upipe'")
-        need(self.attention != "plain" or C == 1,
-             f"attention='plain' runs on one rank, not {C}: use 'ulysses' or 'upipe'")
-        need(self.heads_per_stage == 0 or self.attention == "upipe",
-             f"heads_per_stage={self.heads_per_stage} needs attention='upipe'")
-        need(self.checkpoint >= 0,
-             f"checkpoint={self.checkpoint} must be 0 (off) or the number of blocks in a segment")
-        need(self.tile >= 0, f"tile={self.tile} must be 0 (off) or a number of tokens")
-        need(not self.keep_attention or self.checkpoint == 1,
-             f"keep_attention needs checkpoint=1, not {self.checkpoint}: longer segments run"
-             " attention again")
-        need(not self.offload or self.checkpoint >= 1,
-             "offload needs checkpoint >= 1: with 0, autograd keeps the tensors and none is parked")
-        need(not self.stream or self.offload,
-             "stream needs offload: it reads from the host what offload has parked there")
-        need(self.kernel == "auto" or self.kernel in KERNELS,
-             f"kernel={self.kernel!r} is unknown: use 'auto', {', '.join(sorted(KERNELS))}")
-        ranks = legal_ranks(H, K)
-        need(C in ranks, f"{C} ranks cannot share n_heads={H}, n_kv_heads={K}: their number must"
-                         f" divide H, and divide K or be a multiple of it (legal: {listed(ranks)})")
-        legal = legal_stage_heads(H, K, C)
-        need(U in legal, f"heads_per_stage={U} is not possible with n_heads={H}, n_kv_heads={K} on"
-                         f" {C} ranks: a stage takes part of the queries of one kv head per rank,"
-                         f" or all of several (legal: {listed(legal)})")
-
-
-def legal_ranks(H, K):
-    """The group sizes C that can share H query and K kv heads: C | H, and C | K or K | C."""
-    return [C for C in range(1, H + 1) if H % C == 0 and (K % C == 0 or C % K == 0)]
-
-
-def legal_stage_heads(H, K, C):
-    """The legal U. A rank has H/C query heads and max(1, K/C) kv heads; G' = min(G, H/C) query
-    heads read one kv head. A stage's u heads are a part of those, u | G', or all of n kv heads',
-    u = n G' with n | max(1, K/C)."""
-    group, kv = min(H // K, H // C), max(1, K // C)
-    whole = lambda u: u % group == 0 and kv % (u // group) == 0
-    return [u * C for u in range(1, H // C + 1) if group % u == 0 or whole(u)]
-
-
-def listed(numbers):
-    return ", ".join(map(str, numbers))
+        """Raise BadInput unless `config` can run this recipe on C ranks (part 10)."""
+        check_recipe(self, config, C or group_size(self.group))
 
 
 def group_size(group):
@@ -190,19 +146,33 @@ def shard(tokens, labels, group=None):
     C = group_size(group)
     rank = dist.get_rank(group) if C > 1 else 0
     s = -(-len(tokens) // C)
-    pad, mine = (0, s * C - len(tokens)), slice(rank * s, (rank + 1) * s)
-    return F.pad(tokens, pad)[mine], F.pad(labels, pad, value=IGNORE)[mine]
+    pad, own_part = (0, s * C - len(tokens)), slice(rank * s, (rank + 1) * s)
+    return F.pad(tokens, pad)[own_part], F.pad(labels, pad, value=IGNORE)[own_part]
+
+
+def span(name):
+    """A named range in a profiler's trace; costs nothing while no profiler runs."""
+    return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 # 2. The transformer -------------------------------------------------------------------------------
 #
 # Norm, attention, norm, MLP. Modules own the parameters, under Hugging Face's names; the arithmetic
 # is in functions of (activations, weights), because parts 7 to 9 call them tile by tile and stage
-# by stage. What autograd keeps of one block for the backward pass, in units of s x D (llama3-8b: H
-# d = D, K d = D/4, F = 3.5 D):
-#     norm: input and output 2 | q, k, v and their unrotated forms 3 | attention's output 1
-#     h and its norm 2 | MLP: gate, up, silu(gate) and the product 14      -> 22
-# At 5M tokens s x D is 40 GiB on one rank: 22 x 40 GiB x 32 blocks = 27 TiB. Parts 3 to 9 leave 2.
+# by stage. What autograd keeps of one block for the backward pass, in units of s x D elements
+# (llama3-8b: H d = D, K d = D/4, F = 3.5 D):
+#     norm: its input and its output 2 | q and k, rotated, and v 1.5 | attention's output 1
+#     h and its norm 2 | MLP: gate, up, silu(gate) and their product 14            -> 20.5
+# In bfloat16 it is 22.5: a norm computes in float32, and its input is kept as that. (The rotation
+# keeps nothing: its tables need no gradient.) `python test_upipe.py --kept` counts it.
+#
+# At 5M tokens s x D is 40 GiB on one rank: 22.5 x 40 GiB x 32 blocks = 28 TiB. Parts 3 to 9 leave
+# two of these. Which code a block runs is decided in Block.forward and GPT._run, by the recipe alone:
+#     checkpoint 0                     textbook()               forward, backward by autograd
+#     checkpoint 1, keep_attention     LeanBlock                keeps x, attention's output, lse
+#     checkpoint k                     Segment of k blocks      keeps x of the first; its backward
+#                                                               pass runs LeanBlocks
+#     checkpoint >= 1, no gradients    lean_forward             keeps nothing
 #
 # FSDP comes first on the road: 8 billion parameters, their gradients and AdamW's two moments are
 # 120 GiB in float32, and no token has been read yet. `fully_shard` (train.py) leaves each of N
@@ -242,21 +212,61 @@ def rotate(x, rope):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-# Functions of one token each, all of the form fn(x, extra, *weights, config): part 7 runs them on
-# tiles of x and of extra, which is None, the rotary table or the labels.
+class QKV(NamedTuple):
+    """What turns a block's input into queries, keys and values; matrices are [out, in]."""
+    norm: torch.Tensor              # [D]
+    wq: torch.Tensor                # [H*d, D]
+    wk: torch.Tensor                # [K*d, D]
+    wv: torch.Tensor                # [K*d, D]
+    q_norm: Optional[torch.Tensor]  # [d], or None
+    k_norm: Optional[torch.Tensor]
 
 
-def heads(x, rope, norm1, w, head_norm, config):
-    """Norm and project: x [t, D], w [n*d, D] -> [t, n, d]; head_norm and rope may be None."""
-    y = F.linear(rms_norm(x, norm1, config.norm_eps), w).unflatten(-1, (-1, config.head_dim))
+class SwiGLU(NamedTuple):
+    norm: torch.Tensor              # [D]
+    gate: torch.Tensor              # [F, D]
+    up: torch.Tensor                # [F, D]
+    down: torch.Tensor              # [D, F]
+
+
+class Weights(NamedTuple):
+    """One block's weights in groups. Autograd's Functions take them flat: of(flat) groups them."""
+    qkv: QKV
+    wo: torch.Tensor                # [D, H*d]
+    mlp: SwiGLU
+
+    @classmethod
+    def of(cls, flat):
+        return cls(QKV(*flat[:6]), flat[6], SwiGLU(*flat[7:]))
+
+    def flat(self):
+        return (*self.qkv, self.wo, *self.mlp)
+
+
+# Functions of one token each; t tokens at a time, where t may be all s or a tile of them (part 7).
+
+
+def heads(n, w, head_norm, rope, config):
+    """Project normed tokens: n [t, D], w [h*d, D] -> [t, h, d]; head_norm and rope may be None."""
+    y = F.linear(n, w).unflatten(-1, (-1, config.head_dim))
     if head_norm is not None:
         y = rms_norm(y, head_norm, config.norm_eps)
     return y if rope is None else rotate(y, rope)
 
 
-def mlp(h, _, norm2, gate, up, down, config):  # h + SwiGLU(norm(h)), [t, D] -> [t, D]
-    n = rms_norm(h, norm2, config.norm_eps)
-    return h + F.linear(F.silu(F.linear(n, gate)) * F.linear(n, up), down)
+def qkv_heads(x, w, rope, config):  # [t, D] -> q [t, H, d], k and v [t, K, d]
+    n = rms_norm(x, w.norm, config.norm_eps)
+    return (heads(n, w.wq, w.q_norm, rope, config), heads(n, w.wk, w.k_norm, rope, config),
+            heads(n, w.wv, None, None, config))
+
+
+def add_attention(x, o, wo):  # x [t, D] and attention's output o [t, H, d] -> h [t, D]
+    return x + F.linear(o.flatten(1), wo)
+
+
+def add_mlp(h, w, config):  # h + SwiGLU(norm(h)), [t, D] -> [t, D]
+    n = rms_norm(h, w.norm, config.norm_eps)
+    return h + F.linear(F.silu(F.linear(n, w.gate)) * F.linear(n, w.up), w.down)
 
 
 def logits(x, _, norm, head, config):  # [t, D] -> [t, V]; in at least float32: softmax is next
@@ -269,19 +279,10 @@ def token_losses(x, labels, norm, head, config):  # [t, D], [t] -> [t]; 0 for an
                            reduction="none")
 
 
-class Weights(NamedTuple):
-    """One block's weights, [out, in], as the functions of parts 8 and 9 take them."""
-    norm1: torch.Tensor             # [D]
-    wq: torch.Tensor                # [H*d, D]
-    wk: torch.Tensor                # [K*d, D]
-    wv: torch.Tensor                # [K*d, D]
-    q_norm: Optional[torch.Tensor]  # [d], or None
-    k_norm: Optional[torch.Tensor]
-    wo: torch.Tensor = None         # [D, H*d]
-    norm2: torch.Tensor = None      # [D]
-    gate: torch.Tensor = None       # [F, D]
-    up: torch.Tensor = None         # [F, D]
-    down: torch.Tensor = None       # [D, F]
+def textbook(x, w, p):
+    """A block, x [s, D] -> [s, D], of which autograd keeps what it likes."""
+    q, k, v = qkv_heads(x, w.qkv, p.rope, p.config)
+    return add_mlp(add_attention(x, ulysses_attention(q, k, v, p), w.wo), w.mlp, p.config)
 
 
 class Attention(nn.Module):
@@ -315,24 +316,30 @@ class Block(nn.Module):
     def weights(self):
         a, m = self.self_attn, self.mlp
         head_norms = (a.q_norm.weight, a.k_norm.weight) if self.qk_norm else (None, None)
-        return Weights(self.input_layernorm.weight, a.q_proj.weight, a.k_proj.weight,
-                       a.v_proj.weight, *head_norms, a.o_proj.weight,
-                       self.post_attention_layernorm.weight, m.gate_proj.weight,
-                       m.up_proj.weight, m.down_proj.weight)
+        return Weights(
+            QKV(self.input_layernorm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight,
+                *head_norms),
+            a.o_proj.weight,
+            SwiGLU(self.post_attention_layernorm.weight, m.gate_proj.weight, m.up_proj.weight,
+                   m.down_proj.weight))
 
     def forward(self, x, p):  # [s, D] -> [s, D]
-        w, recipe = self.weights(), p.recipe
-        with record_function(f"block {self.index}"):
-            if recipe.checkpoint and torch.is_grad_enabled():
-                y = LeanBlock.apply(x, p, self.index, *w)
-            elif recipe.checkpoint:
-                y = lean_forward(x, w, p)
+        w = self.weights()
+        with span(f"block {self.index}"):
+            if p.recipe.checkpoint == 0:
+                y = textbook(x, w, p)
+            elif learns(x, [self]):
+                y = LeanBlock.apply(x, p, self.index, *w.flat())
             else:
-                attend = UPipeAttention.apply if recipe.attention == "upipe" else ulysses_attention
-                h = x + F.linear(attend(x, p, *w[:6]), w.wo)
-                y = tiled(mlp, p, h, None, *w[7:])
+                y = lean_forward(x, w, p)
         p.progress(self.index, "forward")
         return y
+
+
+def learns(x, blocks):
+    """Whether a backward pass will come through these blocks, for x or for a weight of theirs."""
+    wanted = x.requires_grad or any(w.requires_grad for b in blocks for w in b.parameters())
+    return wanted and torch.is_grad_enabled()
 
 
 class Table(nn.Module):
@@ -342,10 +349,9 @@ class Table(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(V, D))
 
-    def forward(self, x, head=None):
-        """Look up the rows x [s] int64 -> [s, D]; or, given `head`, head(x, weight): in here, since
-        this is where FSDP has gathered the weight."""
-        return F.embedding(x, self.weight) if head is None else head(x, self.weight)
+    def forward(self, fn, x):
+        """fn(x, weight). In here, since FSDP has gathered the weight only while forward runs."""
+        return fn(x, self.weight)
 
 
 @dataclass
@@ -356,11 +362,11 @@ class Pass:
     C: int                         # ranks in the group
     s: int                         # tokens on this rank; S = C s
     rope: torch.Tensor             # [s, 2, d/2]
-    edges: Optional[torch.Tensor]  # int32 [documents + 1], from 0 to S; None: one document
+    mask: "Mask"                   # which keys a query sees
     buffers: "StageBuffers"
     store: "HostStore"
     progress: Callable             # progress(layer, "forward" | "again" | "backward")
-    last: Callable = lambda: None  # weak reference to what was kept last (part 5)
+    kept: list = field(default_factory=list)  # what each block or segment keeps (part 5)
 
     @property
     def tile(self):
@@ -392,19 +398,21 @@ class GPT(nn.Module):
 
         A parameter depends on (seed, its name) alone, whatever the number of ranks: each rank draws
         all of it and keeps its shard, one matrix at a time."""
-        for name, p in self.named_parameters():
-            if p.dim() == 1:
-                p.fill_(1)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 1:
+                weight.fill_(1)
                 continue
             added = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = (self.config.dim * (2 * self.config.n_layers if added else 1)) ** -0.5
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            generator = torch.Generator(p.device).manual_seed(int.from_bytes(digest[:7], "big"))
-            whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+            generator = torch.Generator(weight.device).manual_seed(
+                int.from_bytes(digest[:7], "big"))
+            whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             whole.normal_(0, std, generator=generator)
-            if isinstance(p, DTensor):  # cut out this rank's shard; None: nothing is sent
-                whole = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
-            p.copy_(whole)
+            if isinstance(weight, DTensor):  # cut out this rank's shard; None: nothing is sent
+                whole = distribute_tensor(whole, weight.device_mesh, weight.placements,
+                                          src_data_rank=None)
+            weight.copy_(whole)
 
     def forward(self, tokens, labels, recipe, total=None, docs=None):
         """This rank's share of the loss, a scalar: the sum of its token losses over `total`.
@@ -414,7 +422,7 @@ class GPT(nn.Module):
         shares are then the mean, and so are the gradients: nothing else is ever divided.
         docs: int64, where each document starts in the whole sequence (the same on every rank);
         attention and positions stay inside a document. None: the sequence is one.
-        Raises ValueError for what the model cannot run, before anything is sent."""
+        Raises BadInput for what the model cannot run, before anything is sent."""
         if tokens.shape != labels.shape:
             raise BadInput(f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)} differ"
                            " in shape: there is one label for each token")
@@ -450,7 +458,7 @@ class GPT(nn.Module):
             edges = document_edges(docs, C * s).to(tokens.device)
             positions -= edges[torch.searchsorted(edges, positions, right=True) - 1]
         dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
-        return Pass(self.config, recipe, C, s, rotary(self.config, positions, dtype), edges,
+        return Pass(self.config, recipe, C, s, rotary(self.config, positions, dtype), Mask(edges),
                     self.stage_buffers, self.store, self.progress)
 
     def _losses(self, tokens, labels, p):  # [s], [s] -> [s]
@@ -459,18 +467,24 @@ class GPT(nn.Module):
         return self._run(tokens, p, lambda x, head: tiled(
             token_losses, p, x, labels, self.norm.weight, head, tile=tile))
 
-    def _run(self, tokens, p, head):  # [s] -> what head makes of [s, D]
-        x = self.embed_tokens(tokens)
-        again = p.recipe.checkpoint and not p.recipe.keep_attention and torch.is_grad_enabled()
-        k = p.recipe.checkpoint if again else 1
+    def _run(self, tokens, p, head):  # [s] -> what head(x, weight) makes of [s, D]
+        x = self.embed_tokens(F.embedding, tokens)
+        segments = p.recipe.checkpoint and not p.recipe.keep_attention
+        k = p.recipe.checkpoint if segments else 1
         for i in range(0, len(self.layers), k):
-            x = Segment.apply(x, p, self.layers[i:i + k]) if again else self.layers[i](x, p)
-        return (self.embed_tokens if self.config.tie_embeddings else self.lm_head)(x, head)
+            x = (run_segment if segments else run_blocks)(x, p, self.layers[i:i + k])
+        return (self.embed_tokens if self.config.tie_embeddings else self.lm_head)(head, x)
+
+
+def run_blocks(x, p, blocks):
+    for block in blocks:
+        x = block(x, p)
+    return x
 
 
 def document_edges(starts, S):
     """Starts of documents in a sequence of S tokens -> int32 edges [0, ..., S]. Raises
-    ValueError."""
+    BadInput."""
     starts = torch.as_tensor(starts, dtype=torch.int64)
     edges = F.pad(starts, (0, 1), value=S)
     if starts.dim() != 1 or len(starts) == 0 or starts[0] != 0 or (edges.diff() <= 0).any():
@@ -492,87 +506,78 @@ def document_edges(starts, S):
 # (flash-attention issues 767, 1841, 2611).
 
 
+class Mask(NamedTuple):
+    """Which keys a query sees: those of its own document, up to its own place."""
+    edges: Optional[torch.Tensor] = None  # int32 [documents + 1], from 0 to S; None: one document
+
+
 class Kernel(NamedTuple):
     """A pair. q, o [S, u, d] and k, v [S, n, d] are contiguous, n divides u, lse is [u, S]."""
-    forward: Callable                         # (q, k, v, edges) -> o, lse
-    backward: Callable                        # (do, q, k, v, o, lse, edges) -> dq, dk, dv
+    forward: Callable                         # (q, k, v, mask) -> o, lse
+    backward: Callable                        # (do, q, k, v, o, lse, mask) -> dq, dk, dv
     workspace: Callable = lambda *sizes: 0    # (S, u, n, d) -> bytes backward takes for itself
     limit: float = 2**31                      # elements of q that it can index
 
 
-def aten_kernel(forward, backward, grouped=False):
+def aten_kernel(forward, backward):
     """A Kernel from aten's form, [batch, heads, S, d], which knows no documents.
 
-    The n kv heads become the batch. Unless the kernel takes grouped heads, each is repeated, by a
-    view, for its u/n query heads, and the gradients of the repetitions are summed. Documents are
-    worked through one by one."""
-    widen = (lambda x, q: x) if grouped else (lambda x, q: x.expand_as(q))
-    last = []  # dimensions of lse after [n, u/n, S]: in some versions cuDNN's has one, of size 1
+    The n kv heads become the batch, and each is repeated, by a view, for its u/n query heads. The
+    gradients of the repetitions are summed. Documents are worked through one by one."""
     batched = lambda x, n: x.unflatten(1, (n, -1)).permute(1, 2, 0, 3)  # [n, u/n, S, d]
     packed = lambda x: x.permute(2, 0, 1, 3).flatten(1, 2).contiguous()  # and back; n = 1: no copy
 
     def fwd(q, k, v):
-        n = k.shape[1]
-        q, k, v = (batched(x, n) for x in (q, k, v))
-        o, lse = forward(q, widen(k, q), widen(v, q))[:2]
-        last[:] = lse.shape[3:]
-        return packed(o), lse.reshape(-1, lse.shape[2])[:, :q.shape[2]]  # "efficient" pads its end
+        q, k, v = (batched(x, k.shape[1]) for x in (q, k, v))
+        o, lse = forward(q, k.expand_as(q), v.expand_as(q))[:2]
+        return packed(o), lse.flatten(0, 1)
 
     def bwd(do, q, k, v, o, lse):
-        n = k.shape[1]
-        do, q, k, v, o = (batched(x, n) for x in (do, q, k, v, o))
-        lse = lse.reshape(n, -1, lse.shape[1], *last)
-        dq, dk, dv = backward(do, q, widen(k, q), widen(v, q), o, lse)
+        lse = lse.unflatten(0, (k.shape[1], -1))
+        do, q, k, v, o = (batched(x, k.shape[1]) for x in (do, q, k, v, o))
+        dq, dk, dv = backward(do, q, k.expand_as(q), v.expand_as(q), o, lse)
         if dk.shape[1] > 1:
             dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
         return packed(dq), packed(dk), packed(dv)
 
-    def fwd_documents(q, k, v, edges):
-        parts = [fwd(q[a:b], k[a:b], v[a:b]) for a, b in spans(edges, len(q))]
+    def fwd_documents(q, k, v, mask):
+        parts = [fwd(q[a:b], k[a:b], v[a:b]) for a, b in documents(mask, len(q))]
         return parts[0] if len(parts) == 1 else (
             torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=1))
 
-    def bwd_documents(do, q, k, v, o, lse, edges):
+    def bwd_documents(do, q, k, v, o, lse, mask):
         parts = [bwd(*(x[a:b] for x in (do, q, k, v, o)), lse[:, a:b])
-                 for a, b in spans(edges, len(q))]
+                 for a, b in documents(mask, len(q))]
         return parts[0] if len(parts) == 1 else [torch.cat(grads) for grads in zip(*parts)]
 
     return Kernel(fwd_documents, bwd_documents)
 
 
-def spans(edges, S):
-    edges = [0, S] if edges is None else edges.tolist()
+def documents(mask, S):  # [(begin, end), ...]
+    edges = [0, S] if mask.edges is None else mask.edges.tolist()
     return list(zip(edges, edges[1:]))
 
 
-def torch_kernel(impl=None):
-    """torch's own flash kernel, or FlashAttention 3 or 4 ("FA3", "FA4", packages of their own),
-    which torch lets take its place behind the same two operators."""
-    def select():
-        if attention.current_flash_attention_impl() != impl:
-            attention.activate_flash_attention_impl(impl) if impl else (
-                attention.restore_flash_attention_impl())
-
-    def forward(q, k, v, edges):
-        select()
-        one = (lambda x: x[None]) if edges is None else (lambda x: x)  # documents have no batch
-        o, lse, *_ = aten._flash_attention_forward(one(q), one(k), one(v), edges, edges, len(q),
-                                                   len(q), 0.0, True, False)
-        return o.view_as(q), lse.view(q.shape[1], len(q))
-
-    def backward(do, q, k, v, o, lse, edges):
-        select()
-        one = (lambda x: x[None]) if edges is None else (lambda x: x)
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: it is never read
-        grads = aten._flash_attention_backward(*map(one, (do, q, k, v, o, lse)), edges, edges,
-                                               len(q), len(q), 0.0, True, seed, seed)
-        return [grad.view_as(x) for grad, x in zip(grads, (q, k, v))]
-
-    return Kernel(forward, backward, flash_workspace)
+def torch_forward(q, k, v, mask):
+    edges = mask.edges
+    one = (lambda x: x[None]) if edges is None else (lambda x: x)  # documents have no batch
+    o, lse, *_ = aten._flash_attention_forward(one(q), one(k), one(v), edges, edges, len(q),
+                                               len(q), 0.0, True, False)
+    return o.view_as(q), lse.view(q.shape[1], len(q))
 
 
-def flash_attn_forward(q, k, v, edges):
+def torch_backward(do, q, k, v, o, lse, mask):
+    edges = mask.edges
+    one = (lambda x: x[None]) if edges is None else (lambda x: x)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: it is never read
+    grads = aten._flash_attention_backward(*map(one, (do, q, k, v, o, lse)), edges, edges,
+                                           len(q), len(q), 0.0, True, seed, seed)
+    return [grad.view_as(x) for grad, x in zip(grads, (q, k, v))]
+
+
+def flash_attn_forward(q, k, v, mask):
     import flash_attn.flash_attn_interface as fa
+    edges = mask.edges
     form = dict(dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True)
     if edges is not None:
         return fa._flash_attn_varlen_forward(q, k, v, edges, edges, len(q), len(q), **form)[:2]
@@ -582,8 +587,9 @@ def flash_attn_forward(q, k, v, edges):
     return o[0], lse[0]
 
 
-def flash_attn_backward(do, q, k, v, o, lse, edges):
+def flash_attn_backward(do, q, k, v, o, lse, mask):
     import flash_attn.flash_attn_interface as fa
+    edges = mask.edges
     form = dict(dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True, window_size_left=-1,
                 window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False)
     grads = [torch.empty_like(x) for x in (q, k, v)]
@@ -595,10 +601,6 @@ def flash_attn_backward(do, q, k, v, o, lse, edges):
     return grads
 
 
-def no_seed(q):  # of dropout, and its offset
-    return torch.zeros(2, dtype=torch.int64, device=q.device).unbind()
-
-
 def flash_workspace(S, u, n, d):
     """FlashAttention-2's backward: dq adds up in float32; rowsum(do o) is a float32 for each query;
     with grouped heads, dk and dv of every query head (bfloat16) before they are summed."""
@@ -606,51 +608,38 @@ def flash_workspace(S, u, n, d):
 
 
 aten = torch.ops.aten
-KERNELS = {
+KERNELS = {  # extras/kernels.py adds others
     "cpu": aten_kernel(
         lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
         lambda *x: aten._scaled_dot_product_flash_attention_for_cpu_backward(*x, 0.0, True)),
-    "torch": torch_kernel(), "fa3": torch_kernel("FA3"), "fa4": torch_kernel("FA4"),
+    "torch": Kernel(torch_forward, torch_backward, flash_workspace),
     "flash-attn": Kernel(flash_attn_forward, flash_attn_backward, flash_workspace),
-    "cudnn": aten_kernel(
-        lambda q, k, v: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True),
-        lambda do, q, k, v, o, lse: aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse, *no_seed(q), None, None, None, q.shape[2], q.shape[2], 0.0, True),
-        grouped=True),
-    # float32 on CUDA, for cards without bfloat16: no flash kernel takes it, this one does
-    "efficient": aten_kernel(
-        lambda q, k, v: aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, True),
-        lambda do, q, k, v, o, lse: aten._scaled_dot_product_efficient_attention_backward(
-            do, q, k, v, None, o, F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf), *no_seed(q),
-            0.0, [True, True, True, False], True)[:3]),
 }
 
 
 def pick_kernel(name, q):
-    """The Kernel called `name`; "auto": torch's own for the device and dtype of q."""
+    """The Kernel called `name`; "auto": torch's own for the device of q."""
     if name == "auto":
-        cuda = "torch" if q.dtype in (torch.bfloat16, torch.float16) else "efficient"
-        name = "cpu" if q.device.type == "cpu" else cuda
+        name = "cpu" if q.device.type == "cpu" else "torch"
     return KERNELS[name]
 
 
-def flash_forward(q, k, v, kernel="auto", edges=None):
+def flash_forward(q, k, v, kernel="auto", mask=Mask()):
     """Causal attention: q [S, u, d], k, v [S, n, d] -> o [S, u, d], lse [u, S] (float32 at least).
 
-    Query head i reads kv head i // (u/n). Raises ValueError for 2^31 elements and more."""
+    Query head i reads kv head i // (u/n). Raises BadInput for 2^31 elements and more."""
     kernel = pick_kernel(kernel, q)
     if q.numel() >= kernel.limit:
         raise BadInput(f"attention over {q.shape[0]} tokens x {q.shape[1]} heads x {q.shape[2]}"
                        f" is {q.numel()} elements in one call, and kernels index below 2^31: use"
                        " attention='upipe' with fewer heads_per_stage")
-    return kernel.forward(*(x.contiguous() for x in (q, k, v)), edges)
+    return kernel.forward(*(x.contiguous() for x in (q, k, v)), mask)
 
 
-def flash_backward(do, q, k, v, o, lse, kernel="auto", edges=None):
+def flash_backward(do, q, k, v, o, lse, kernel="auto", mask=Mask()):
     """dq [S, u, d], dk, dv [S, n, d] of flash_forward, from do, its inputs and its outputs."""
     do, q, k, v, o = (x.contiguous() for x in (do, q, k, v, o))
-    return pick_kernel(kernel, q).backward(do, q, k, v, o, lse, edges)
+    return pick_kernel(kernel, q).backward(do, q, k, v, o, lse, mask)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -658,7 +647,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, p):
-        ctx.how = p.recipe.kernel, p.edges
+        ctx.how = p.recipe.kernel, p.mask
         o, lse = flash_forward(q, k, v, *ctx.how)
         ctx.save_for_backward(q, k, v, o, lse)
         return o
@@ -685,7 +674,7 @@ class FlashAttention(torch.autograd.Function):
 # There are only K kv heads. If K >= C, each rank gets K/C of them. If K < C, C/K ranks share one:
 # each gets a replica, and the replicas' gradients are summed on the way home.
 #
-# Activations fall by C: from 27 TiB to 3.4 TiB a rank at C = 8. It still does not nearly fit.
+# Activations fall by C: from 28 TiB to 3.5 TiB a rank at C = 8. It still does not nearly fit.
 
 
 def all_to_all(x, group=None, out=None):
@@ -695,7 +684,7 @@ def all_to_all(x, group=None, out=None):
         return x
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     assert x.is_contiguous() and out.is_contiguous(), (x.stride(), out.stride())
-    with record_function("all-to-all"):
+    with span("all-to-all"):
         dist.all_to_all_single(out, x, group=group)
     return out
 
@@ -715,7 +704,7 @@ class AllToAll(torch.autograd.Function):
 
 def seq_to_heads(x, group=None):
     """From "my tokens, all heads" to "all tokens, my heads": [C, s, u, d], destination rank first
-    -> [S, u, d] in order. The gradient is heads_to_seq. Raises ValueError if x.shape[0] is not C.
+    -> [S, u, d] in order. The gradient is heads_to_seq. Raises BadInput if x.shape[0] is not C.
     Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3."""
     if x.shape[0] != group_size(group):
         raise BadInput(f"x.shape[0]={x.shape[0]} must be the group's size {group_size(group)}")
@@ -724,7 +713,7 @@ def seq_to_heads(x, group=None):
 
 def heads_to_seq(x, group=None):
     """The way back: [S, u, d] -> [C, s, u, d], at index r my tokens of rank r's heads. Raises
-    ValueError if C does not divide S."""
+    BadInput if C does not divide S."""
     if x.shape[0] % group_size(group):
         raise BadInput(f"{x.shape[0]} tokens do not divide by the group's size"
                        f" {group_size(group)}: pad them (see shard)")
@@ -738,28 +727,27 @@ def by_rank(x, C):
     return x.unflatten(1, (ranks, -1)).repeat_interleave(C // ranks, dim=1)
 
 
-def ulysses_attention(x, p, norm1, wq, wk, wv, q_norm, k_norm):
-    """All heads at once, by autograd: x [s, D] -> [s, H*d]. With C = 1 it is the textbook's."""
-    q = tiled(heads, p, x, p.rope, norm1, wq, q_norm)  # [s, D] -> [s, H, d]
-    k = tiled(heads, p, x, p.rope, norm1, wk, k_norm)  # [s, D] -> [s, K, d]
-    v = tiled(heads, p, x, None, norm1, wv, None)
+def ulysses_attention(q, k, v, p):
+    """Attention over all heads at once, by autograd: q [s, H, d], k and v [s, K, d] -> [s, H, d].
+    With C = 1 nothing is sent, and it is the textbook's."""
     q, k, v = (seq_to_heads(by_rank(y, p.C).transpose(0, 1), p.recipe.group) for y in (q, k, v))
     o = FlashAttention.apply(q, k, v, p)  # [S, H/C, d], and k, v [S, max(1, K/C), d]
-    return heads_to_seq(o, p.recipe.group).transpose(0, 1).flatten(1)  # [C, s, H/C, d] -> [s, H*d]
+    return heads_to_seq(o, p.recipe.group).transpose(0, 1).flatten(1, 2)  # [C, s, H/C, d] ->
 
 
 # 5. Offload ---------------------------------------------------------------------------------------
 #
-# What the backward pass needs from the forward pass is not needed in between, and a host has 2 TB:
-# *park* it there and *fetch* it just in time. A copy hides behind computation only if the host
-# memory is pinned and the copy is on a stream of its own. Two traps:
+# The backward pass needs tensors of the forward pass that nobody needs in between, and a host has 2
+# TB: *park* them there and *fetch* them just in time. A copy hides behind computation only if the
+# host memory is pinned and the copy is on a stream of its own. Two traps:
 #   - torch's allocator of pinned memory rounds up to a power of two: 5 GiB pin 8. Slabs here are
 #     plain pages, as many as it takes, registered with CUDA.
-#   - when a tensor dies, the next one on the stream that computes gets its memory, and a copy may
-#     not be done with it. Tensor.record_stream would hold it back until the GPU is past the copy;
-#     but the CPU is hundreds of tiles ahead of the GPU, and they would all be held. So the stream
-#     that computes waits: before a parked tensor dies (settle), and before a fetched one is read
-#     (arrived). Where it has to, the copy has long been done.
+#   - when a tensor dies, the next one on the stream that computes gets its memory, while a copy may
+#     still be reading it. Tensor.record_stream would hold the memory back until the GPU is past the
+#     copy; but the CPU is hundreds of tiles ahead of the GPU, so it would hold back all of them.
+#     Instead, the stream that computes waits: before a parked tensor dies (wait_for_copies), and
+#     before a fetched one is read (arrived). By then the copy has usually finished: the wait is
+#     free.
 # Slabs need no such care: all copies, to and fro, queue on one stream.
 
 
@@ -774,12 +762,12 @@ class HostStore:
         self.stream = None             # of the copies, on CUDA
 
     def park(self, x):
-        """Start to copy x to the host -> Parked. x: contiguous, any shape, dtype and device; it has
-        to stay as it is until settle()."""
+        """Start to copy x to the host -> Parked. x: contiguous, any shape, dtype and device. Leave
+        x as it is until wait_for_copies()."""
         return Parked(self, x)
 
-    def settle(self):
-        """What was parked may now die or be written over: computation waits for its copies."""
+    def wait_for_copies(self):
+        """Let computation wait for the copies: parked tensors may then die or be written over."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
 
@@ -830,7 +818,7 @@ class Parked:
             self.host.copy_(x)
         else:
             store.stream.wait_stream(torch.cuda.current_stream())  # until x has been computed
-            with torch.cuda.stream(store.stream), record_function("park"):
+            with torch.cuda.stream(store.stream), span("park"):
                 self.host.copy_(x, non_blocking=True)
 
     def __len__(self):
@@ -853,12 +841,12 @@ class Parked:
             return self.host[a:b].clone(), None
         out = torch.empty_like(self.host[a:b], device=self.device)
         stream.wait_stream(torch.cuda.current_stream())  # earlier work may still use this memory
-        with torch.cuda.stream(stream), record_function("fetch"):
+        with torch.cuda.stream(stream), span("fetch"):
             out.copy_(self.host[a:b], non_blocking=True)
         return out, stream.record_event()
 
     def prefetch(self, tile):
-        """Start to bring the first tile: whoever walks x next finds it there."""
+        """Fetch the first tile now, so that the next rows() or fetch() finds it."""
         self.ahead = self.ahead or self.copy(0, min(tile, len(self)))
 
     def fetch(self):
@@ -872,25 +860,26 @@ def arrived(x, event):
     return x
 
 
-def tile_spans(n, tile):  # [(0, tile), (tile, 2 * tile), ...]; the last may be shorter
-    return [(a, min(a + tile, n)) for a in range(0, n, tile)]
+def tile_spans(length, tile):  # [(0, tile), (tile, 2 * tile), ...]; the last may be shorter
+    return [(a, min(a + tile, length)) for a in range(0, length, tile)]
 
 
 def rows(x, tile):
     """Walk x, a tensor or Parked, in tiles: yields (a, b, x[a:b]). From the host, the next tile is
-    under way while one works on this one."""
+    on its way while the caller works on this one."""
     spans = tile_spans(len(x), tile)
     ahead = x.copy(*spans[0]) if isinstance(x, Parked) else None
     for (a, b), after in zip(spans, spans[1:] + [None]):
         here = ahead
         if here and after:
             ahead = x.copy(*after)
-        with record_function("tile"):
+        with span("tile"):
             yield a, b, arrived(*here) if here else x[a:b]
 
 
-def land(x, tile):
-    """The tensor on the device that x becomes, and a walk like rows() that fills it on the way."""
+def whole_and_rows(x, tile):
+    """(whole, walk): x on its device, and a walk like rows() that fills it on the way from the
+    host. Of what the walk has not reached yet, nothing may be read."""
     if not isinstance(x, Parked):
         return x, rows(x, tile)
     whole = torch.empty_like(x.host, device=x.device)
@@ -903,32 +892,27 @@ def land(x, tile):
     return whole, walk()
 
 
-class Kept(list):
-    """What a block or a segment keeps for its backward pass: tensors, Parked ones with `offload`.
+def keep(p, entry, *tensors):
+    """Add tensors to an entry of p.kept: parked with `offload`, else as they are."""
+    entry += [p.store.park(x) if p.recipe.offload else x for x in tensors]
 
-    `before` is what was kept just before, hence what backward wants next. (A list, as these can be
-    weakly referenced: a chain of strong references would keep dropped graphs alive.)"""
 
-    def __init__(self, p):
-        self.park = p.store.park if p.recipe.offload else lambda x: x
-        self.before, p.last = p.last, weakref.ref(self)
+def take_kept(entry):
+    """All that was kept, once. Raises RuntimeError the second time."""
+    if not entry:
+        raise RuntimeError("a second backward pass over the same step: the first has used up"
+                           " what was kept. Run forward again (retain_graph is no help)")
+    tensors = list(entry)
+    entry.clear()
+    return tensors
 
-    def keep(self, *tensors):
-        self.extend(map(self.park, tensors))
 
-    def take(self):
-        """Hand it all over, once. Raises RuntimeError the second time."""
-        if not self:
-            raise RuntimeError("a second backward pass over the same step: the first has used up"
-                               " what was kept. Run forward again (retain_graph is no help)")
-        kept = list(self)
-        self.clear()
-        return kept
-
-    def prefetch_before(self, tile):
-        for x in self.before() or ():
-            if isinstance(x, Parked):
-                x.prefetch(tile)
+def prefetch_before(p, entry, tile):
+    """Fetch the first tile of what was kept just before `entry`: backward wants it next."""
+    at = next(i for i, other in enumerate(p.kept) if other is entry)
+    for x in p.kept[at - 1] if at else ():
+        if isinstance(x, Parked):
+            x.prefetch(tile)
 
 
 def release(x):
@@ -943,71 +927,137 @@ def restore(x):
 # 6. Checkpointing ---------------------------------------------------------------------------------
 #
 # Of a block's 22 s D one must be kept: its input. The rest can be computed again in the backward
-# pass, at the price of one more forward pass (arXiv 1604.06174). In its simplest form:
+# pass, at the price of one more forward pass (arXiv 1604.06174). Segment's docstring has the
+# simplest form. Segment itself is that for k blocks in a row. While they run again, each keeps its
+# input and its attention output (part 9), so that nothing runs a third time. Two levels: the inputs
+# of L/k segments wait, and 2k tensors for the blocks of the one at work. With L = 32 and k = 4 that
+# is 16 tensors, not 32.
 #
-#     def forward(ctx, x, block):        def backward(ctx, dy):
-#         ctx.x, ctx.block = x, block        x = ctx.x.detach().requires_grad_()
-#         return block(x)                    torch.autograd.backward(ctx.block(x), dy)
-#                                            return x.grad, None   # and weights' .grad
-#
-# Segment is that for k blocks in a row. While they run again, each keeps its input and its
-# attention output (part 9), so that nothing runs a third time. Two levels: the inputs of L/k
-# segments wait, and 2k tensors for the blocks of the one at work. With L = 32 and k = 4 that is 16
-# tensors, not 32.
+# A gradient [s, D] is 5 GiB, and a second one is what there is no room for: each Function works in
+# the memory of the dy that it is given. That is right only if nobody else refers to that memory,
+# and with autograd anybody may: x + block(x) hands the same dy to both sides, and a hook may keep
+# it. So own() looks at the counts of references, and copies where they are not those of a gradient
+# that has just been made for this Function alone.
 
 
 class Segment(torch.autograd.Function):
-    """k blocks of which the input alone is kept: x [s, D] -> [s, D]."""
+    """k blocks of which the input alone is kept: x [s, D] -> [s, D]. In its simplest form:
+
+    >>> class Checkpoint(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x, block):
+    ...         ctx.x, ctx.block = x, block
+    ...         return block(x)  # autograd is off in here: nothing is kept
+    ...     @staticmethod
+    ...     def backward(ctx, dy):
+    ...         x = ctx.x.detach().requires_grad_()
+    ...         with torch.enable_grad():
+    ...             y = ctx.block(x)
+    ...         torch.autograd.backward(y, dy)  # the weights' gradients go to their .grad
+    ...         return x.grad, None
+    >>> x, block = torch.ones(2, 4, requires_grad=True), nn.Linear(4, 4)
+    >>> Checkpoint.apply(x, block).sum().backward()
+    >>> torch.equal(x.grad, block.weight.sum(0).expand(2, 4)), block.weight.grad.shape
+    (True, torch.Size([4, 4]))
+
+    anchor: an empty tensor. Autograd calls backward only if an input requires a gradient, and the
+    blocks' weights are no inputs: the anchor stands for them. A weight that is frozen costs
+    nothing."""
 
     @staticmethod
-    def forward(ctx, x, p, blocks):
-        ctx.p, ctx.blocks, ctx.kept = p, blocks, Kept(p)
-        ctx.kept.keep(x)  # it lives until the first block has settled
-        for block in blocks:  # without autograd, in here: the blocks keep nothing
-            x = block(x, p)
-        return x
+    def forward(ctx, x, anchor, p, blocks):
+        ctx.p, ctx.blocks, ctx.kept = p, blocks, []
+        p.kept.append(ctx.kept)
+        keep(p, ctx.kept, x)  # the first block waits for the copy
+        return run_blocks(x, p, blocks)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
-        p = ctx.p
-        x = ctx.kept.take()[0]
-        x = (x.fetch() if p.recipe.offload else x).detach().requires_grad_()
-        dy = own(dy)
+        p, (x_needed, weights_needed, *_) = ctx.p, ctx.needs_input_grad
+        x, = take_kept(ctx.kept)
+        x = (x.fetch() if p.recipe.offload else x).detach().requires_grad_(x_needed)
+        box = [own(dy)]
         if p.recipe.stream:  # dy waits on the host, too
-            parked = p.store.park(dy)
-            p.store.settle()
-            release(dy)
-        again = replace(p, recipe=replace(p.recipe, checkpoint=1, keep_attention=True),
-                        progress=lambda i, way: p.progress(i, way.replace("forward", "again")),
-                        last=lambda: None)
+            box.append(p.store.park(box[0]))
+            p.store.wait_for_copies()
+            del box[0]
+        again = replace(p, kept=[], recipe=replace(p.recipe, checkpoint=1, keep_attention=True),
+                        progress=lambda i, way: p.progress(i, way.replace("forward", "again")))
         with torch.enable_grad():
             y = x
             for block in ctx.blocks:
                 y = block(y, again)
                 if p.recipe.offload:
                     release(x)  # the first block has parked it for itself
-        end = get_gradient_edge(y)  # only the graph behind y is wanted, not its memory
-        del y
-        if p.recipe.stream:
-            restore(dy)
-            dy.copy_(parked.fetch())
-            del parked
-        torch.autograd.backward((end,), (dy,))
-        ctx.kept.prefetch_before(p.s)
-        return made_here(x.grad), None, None
+            end = Unbox.apply(y, box)
+            del y  # only the graph behind it is wanted
+        torch.autograd.backward(end, inputs=None if weights_needed else [x])
+        prefetch_before(p, ctx.kept, p.s)
+        return x.grad, None, None, None
 
 
-def made_here(dx):
-    """Mark a gradient that one Function of this file makes for the one before it, which may then
-    work in its memory. (Who catches such a tensor in a hook must copy it to keep it.)"""
-    dx.made_here = True
-    return dx
+class Unbox(torch.autograd.Function):
+    """A graph's end whose gradient [s, D] lies in `box`, on the device or parked. (Handed to
+    torch.autograd.backward, it would be referred to from here, and own() would have to copy it.)"""
+
+    @staticmethod
+    def forward(ctx, y, box):
+        ctx.box = box
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        dy = ctx.box.pop()
+        return dy.fetch() if isinstance(dy, Parked) else dy, None
+
+
+def run_segment(x, p, blocks):
+    """The blocks as a Segment, if a backward pass will come through."""
+    if not learns(x, blocks):
+        return run_blocks(x, p, blocks)
+    trained = any(w.requires_grad for block in blocks for w in block.parameters())
+    return Segment.apply(x, x.new_empty(0).requires_grad_(trained), p, blocks)
 
 
 def own(dy):
-    """A gradient that may be written to: dy itself if it was made here, else a contiguous copy: the
-    caller may still hold it, or it may be expanded, like that of y.sum()."""
-    return dy if hasattr(dy, "made_here") else dy.clone(memory_format=torch.contiguous_format)
+    """The gradient dy in memory that may be written to. If nobody else refers to dy, it is dy's
+    own, and dy is left empty; else a contiguous copy."""
+    if references(dy) != lone_references() or not dy.is_contiguous():
+        return dy.clone(memory_format=torch.contiguous_format)
+    owned = dy.detach()
+    dy.set_()  # autograd itself still holds dy until backward returns
+    return owned
+
+
+def references(dy):
+    """How often Python, autograd's graph and views refer to a gradient and its memory."""
+    return (sys.getrefcount(dy), dy._use_count(),
+            torch._C._storage_Use_Count(dy.untyped_storage()._cdata))
+
+
+@lru_cache
+def lone_references():
+    """What references() says of a gradient made for one Function alone, seen by own() in it. It
+    depends on the versions of Python and PyTorch, hence it is measured."""
+    seen = []
+    look = lambda dy: references(dy)  # as far from backward as in own()
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, dy):
+            seen.append(look(dy))
+            return dy.clone()
+
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True)
+        Probe.apply(Probe.apply(x)).backward()
+    return seen[-1]
 
 
 # 7. Sequence tiling -------------------------------------------------------------------------------
@@ -1038,14 +1088,18 @@ class Tiled(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
-        x, extra, *weights = ctx.saved_tensors
-        dx, dw = torch.empty_like(x), WeightGrads(weights)
+        (x, extra, *weights), needed = ctx.saved_tensors, ctx.needs_input_grad
+        needed = needed[3], *needed[5:]  # x, and each weight
+        dx, dw = torch.empty_like(x) if needed[0] else None, WeightGrads(weights, needed[1:])
         for a, b, x_t in rows(x, ctx.tile):
             fn = lambda x_t, *weights: ctx.fn(x_t, cut(extra, a, b), *weights, ctx.config)
-            dx[a:b], *grads = tile_grads(fn, (x_t, *weights), dy[a:b])
+            dx_t, *grads = tile_grads(fn, (x_t, *weights), needed, dy[a:b])
             dw.add(grads)
-        return None, None, None, made_here(dx), None, *dw.done()
+            if needed[0]:
+                dx[a:b] = dx_t
+        return None, None, None, dx, None, *dw.done()
 
 
 def tiled(fn, p, x, extra, *weights, tile=None):
@@ -1059,22 +1113,29 @@ def cut(x, a, b):
     return None if x is None else x[a:b]
 
 
-def tile_grads(fn, inputs, dy):
-    """The gradients of fn(*inputs) for each input, by autograd; None for an input that is None."""
+def tile_grads(fn, inputs, needed, dy):
+    """The gradient of fn(*inputs) for each input, by autograd; None where it is not needed. fn
+    returns a tensor, and dy is its gradient; or several, and dy their gradients."""
     with torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
-        grads = torch.autograd.grad(fn(*leaves), [x for x in leaves if x is not None], dy)
-    grads = iter(grads)
-    return [None if x is None else next(grads) for x in leaves]
+        leaves = [x if x is None else x.detach().requires_grad_(need)
+                  for x, need in zip(inputs, needed)]
+        out = fn(*leaves)
+        outs, dys = ([out], [dy]) if isinstance(out, torch.Tensor) else (out, dy)
+        reached = [i for i, y in enumerate(outs) if y.requires_grad]
+        grads = iter(torch.autograd.grad([outs[i] for i in reached],
+                                         [x for x, need in zip(leaves, needed) if need],
+                                         [dys[i] for i in reached]))
+    return [next(grads) if need else None for need in needed]
 
 
 class WeightGrads:
-    """Sums of weight gradients over tiles, in float32 (float64 for float64 weights)."""
+    """Sums of weight gradients over tiles, in float32 (float64 for float64 weights); None where
+    no gradient is needed."""
 
-    def __init__(self, weights):
+    def __init__(self, weights, needed):
         self.weights = weights
-        self.sums = [None if w is None else torch.zeros_like(
-            w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
+        self.sums = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
+                     if need else None for w, need in zip(weights, needed)]
 
     def add(self, grads):
         for total, grad in zip(self.sums, grads):
@@ -1082,24 +1143,43 @@ class WeightGrads:
                 total += grad
 
     def done(self):
-        return [None if w is None else total.to(w.dtype)
+        return [None if total is None else total.to(w.dtype)
                 for w, total in zip(self.weights, self.sums)]
 
 
 # 8. UPipe -----------------------------------------------------------------------------------------
 #
-# What is left is attention. Ulysses holds q, k, v, o and all their gradients for its H/C heads at
-# once: at 5M, llama3-8b on 8 ranks, each is 5 GiB, and at the backward kernel there are about ten.
-# But heads know nothing of each other. UPipe ("Untied Ulysses", arXiv 2602.21196) takes U of them
-# at a time, a *stage*: project, all-to-all, attend, all-to-all; and the next stage writes over the
-# same buffers. With U = C a rank works on one head: 1.25 GiB where it was 5, and no term grows with
-# H any more. The arithmetic and the traffic are those of Ulysses, which is U = H in the code below.
+# What is left is attention. Ulysses holds q, k, v, o and their gradients for its H/C heads at once.
+# At 5M, llama3-8b on 8 ranks, q, o, do and dq are 5 GiB each, k, v, dk and dv 1.25 each, and
+# buffers to send and the kernel's workspace come on top: 50 GiB at the backward kernel. But heads
+# know nothing of each other. UPipe ("Untied Ulysses", arXiv 2602.21196) takes U of them at a time,
+# a *stage*: project, all-to-all, attend, all-to-all; and the next stage writes over the same
+# buffers. With U = C a rank works on one head: 1.25 GiB where it was 5, and no stage buffer grows
+# with H any more. On one rank, where nothing is sent, it is this:
+#
+#     def upipe(n, wq, wk, wv, o):            # n [S, D], normed -> fills o [S, H, d]
+#         for kv, queries in stages(H, K, C=1, U=u):
+#             k = heads(n, wk[kv])            # [S, n, d]; the weights as [heads, d, D]
+#             v = heads(n, wv[kv])
+#             for stage in queries:           # q, out: the next stage writes over both
+#                 q = heads(n, wq[stage])     # [S, u, d]
+#                 out = attention(q, k, v)
+#                 o[:, stage] = out
 #
 # Grouped queries fix the order. Rank r owns query heads r*H/C .. and the kv heads they read. It
 # loads kv heads once, walks the query heads that read them, adds up dk and dv on the way and sends
 # them home once. The query heads of a stage are hence not neighbours in wq: each rank contributes
 # the next of its own. Query head i reads kv head i // G, always. (The paper's code pairs them by
 # their place in the stage: harmless from a random start, silently wrong for released weights.)
+#
+# With ranks, one block's attention for C = 2, H = 8, K = 2, U = 4, as rank 0 sees it (u = 2, and
+# rank 0 works on query heads 0 to 3, which read kv head 0):
+#
+#     x [s, D]    k: project heads 0 | 1: [s, 2, 1, d] -> all-to-all -> [S, 1, d]; v likewise
+#     stage 0     q: project heads 0 1 | 4 5: [s, 2, 2, d] -> all-to-all -> [S, 2, d]
+#                 attention -> out [S, 2, d], lse [2, S]
+#                 out -> all-to-all -> [s, 2, 2, d], which are o's heads 0 1 | 4 5
+#     stage 1     the same for heads 2 3 | 6 7, in the same buffers        -> o [s, 8, d] is full
 
 
 def stages(H, K, C, U):
@@ -1111,21 +1191,22 @@ def stages(H, K, C, U):
     [(slice(0, 1, None), [slice(0, 2, None), slice(2, 4, None)])]
     """
     u, kv = U // C, max(1, K // C)  # query heads of a stage, kv heads of a rank
-    group = H // C // kv            # G', the query heads that read one of them
-    n = max(1, u // group)          # kv heads of one load
+    readers = H // C // kv          # query heads of this rank that read one kv head
+    n = max(1, u // readers)        # kv heads of one load
     return [(slice(j, j + n),
-             [slice(i, i + u) for i in range(j * group, (j + n) * group, u)])
+             [slice(i, i + u) for i in range(j * readers, (j + n) * readers, u)])
             for j in range(0, kv, n)]
 
 
 class StageBuffers:
     """The memory of a stage: a flat allocation each for "send" and for what arrives, "q", "k", "v",
-    "o", "do". Every stage of every layer gets the same: the next one writes over what you took."""
+    "o", "do". Every stage of every layer gets the same: copy what you want to keep, since the next
+    one writes over it."""
 
     def __init__(self):
         self.flat = {}
 
-    def take(self, role, shape, like, room=0):
+    def view(self, role, shape, like, room=0):
         """A contiguous tensor in the memory of `role`, dtype and device of `like`; not cleared.
         room: elements that will be wanted later, so that the memory need not move then."""
         size, flat = math.prod(shape), self.flat.pop(role, None)
@@ -1147,9 +1228,9 @@ def exchange(role, parts, p):
         if send is None:  # alone, a rank needs no second buffer to send to itself
             shape = (p.C, p.s, *part.shape[2:])
             most = p.s * p.recipe.stage_heads(p.config, p.C) * shape[-1]  # queries: s U d
-            send = p.buffers.take("send" if p.C > 1 else role, shape, part, p.C > 1 and most)
+            send = p.buffers.view("send" if p.C > 1 else role, shape, part, p.C > 1 and most)
         send[:, a:b] = part.transpose(0, 1)
-    out = p.buffers.take(role, shape, send) if p.C > 1 else None
+    out = p.buffers.view(role, shape, send) if p.C > 1 else None
     return all_to_all(send, p.recipe.group, out).flatten(0, 1)
 
 
@@ -1157,22 +1238,23 @@ def send_home(x, p):
     """The reverse: what a kernel made, [S, n, d] -> [s, C, n, d], my tokens by the rank that worked
     on them. In the send buffer, which is free by now."""
     x = x.unflatten(0, (p.C, p.s))
-    out = p.buffers.take("send", x.shape, x) if p.C > 1 else None
+    out = p.buffers.view("send", x.shape, x) if p.C > 1 else None
     return all_to_all(x, p.recipe.group, out).transpose(0, 1)
 
 
-def load(role, mine, x, w, p):
-    """Project heads `mine` of every rank and exchange them: x [s, D] -> [S, n, d], role q, k or
-    v."""
+def load(role, own_heads, x, w, p):
+    """Project heads `own_heads` of every rank and exchange them: x [s, D] -> [S, n, d]. role: q, k
+    or v."""
     weight, head_norm, rope = dict(q=(w.wq, w.q_norm, p.rope), k=(w.wk, w.k_norm, p.rope),
                                    v=(w.wv, None, None))[role]
     d = p.config.head_dim
     ranks = min(p.C, len(weight) // d)  # with fewer kv heads than ranks, only so many differ
-    weight = weight.view(ranks, -1, d, weight.shape[1])[:, mine].flatten(0, 2)  # [ranks*n*d, D]
+    weight = weight.view(ranks, -1, d, weight.shape[1])[:, own_heads].flatten(0, 2)
 
     def parts():
         for a, b, x_t in rows(x, p.tile):
-            y = heads(x_t, cut(rope, a, b), w.norm1, weight, head_norm, p.config)  # [t, ranks*n, d]
+            n = rms_norm(x_t, w.norm, p.config.norm_eps)
+            y = heads(n, weight, head_norm, cut(rope, a, b), p.config)  # [t, D] -> [t, ranks*n, d]
             yield a, b, by_rank(y, p.C)
 
     return exchange(role, parts(), p)
@@ -1184,50 +1266,59 @@ def schedule(p):
 
 
 def attention_forward(x, w, p):
-    """Causal attention in stages: x [s, D] -> o [s, H, d], lse [H/C, S] of this rank's heads.
+    """Causal attention in stages: x [s, D], w QKV -> o [s, H, d], lse [H/C, S] of this rank's
+    heads.
 
     At its peak there are o and 7 stage buffers: send, q, k, v, the kernel's output, and o and do if
-    there was a backward pass before. Sends (2H + 2K) s d elements, for any U."""
+    there was a backward pass before. Sends (2H + 2 max(K, C)) s d elements, for any U."""
     H, d = p.config.n_heads, p.config.head_dim
     o = x.new_empty(p.s, p.C, H // p.C, d)
     lse = x.new_empty(H // p.C, p.C * p.s, dtype=p.rope.dtype)
     for kv, queries in schedule(p):
         k, v = load("k", kv, x, w, p), load("v", kv, x, w, p)
-        for mine in queries:
-            with record_function("stage"):
-                q = load("q", mine, x, w, p)
-                out, lse[mine] = flash_forward(q, k, v, p.recipe.kernel, p.edges)
-                o[:, :, mine] = send_home(out, p)  # [S, u, d] -> [s, C, u, d]
+        for stage in queries:
+            with span("stage"):
+                q = load("q", stage, x, w, p)
+                out, lse[stage] = flash_forward(q, k, v, p.recipe.kernel, p.mask)
+                o[:, :, stage] = send_home(out, p)  # [S, u, d] -> [s, C, u, d]
                 del out  # or it would be there beside the next stage's
     return o.flatten(1, 2), lse
 
 
-def attention_backward(x, o, lse, do_parts, dq, w, p):
-    """Back through attention, stage by stage: fills dq [s, H, d], which may be o itself, and
-    returns dk, dv [s, K, d].
+def attention_backward(x, o, lse, dh, wo, w, p):
+    """Back through attention, stage by stage: writes dq over o [s, H, d] and returns dk, dv [s, K,
+    d]. A stage reads its heads of o before it writes them, and no other stage does.
 
-    do_parts(mine) yields tiles of do for heads `mine`; the whole of do need never exist. q, k, v
-    are projected again. At its peak there are dq, dk, dv and 11 stage buffers: send, q, k, v, o,
-    do, the kernel's dq, dk, dv, the sums of dk and dv. Sends (4H + 4K) s d elements."""
+    q, k and v are projected again, and do is made of dh [s, D] as a stage needs it. At its peak
+    there are dq, dk, dv and 11 stage buffers: send, q, k, v, o, do, the kernel's dq, dk, dv, the
+    sums of dk and dv. Sends (4H + 4 max(K, C)) s d elements."""
     K, d = p.config.n_kv_heads, p.config.head_dim
-    o, dq = (y.unflatten(1, (p.C, -1)) for y in (o, dq))  # [s, C, H/C, d]
+    o = o.unflatten(1, (p.C, -1))  # [s, C, H/C, d]
     dk, dv = (o.new_empty(p.s, K, d) for _ in range(2))
     for kv, queries in schedule(p):
         k, v = load("k", kv, x, w, p), load("v", kv, x, w, p)
         sums = None
-        for mine in queries:
-            with record_function("stage"):
-                q = load("q", mine, x, w, p)
-                out = exchange("o", ((a, b, o_t[:, :, mine]) for a, b, o_t in rows(o, p.tile)), p)
-                do = exchange("do", do_parts(mine), p)
-                dq_stage, *dkv = flash_backward(do, q, k, v, out, lse[mine], p.recipe.kernel,
-                                                p.edges)
+        for stage in queries:
+            with span("stage"):
+                q = load("q", stage, x, w, p)
+                out = exchange("o", ((a, b, o_t[:, :, stage]) for a, b, o_t in rows(o, p.tile)), p)
+                do = exchange("do", output_gradient(dh, wo, stage, p), p)
+                dq_stage, *dkv = flash_backward(do, q, k, v, out, lse[stage], p.recipe.kernel,
+                                                p.mask)
                 sums = [a.add_(b) for a, b in zip(sums, dkv)] if sums else dkv
-                dq[:, :, mine] = send_home(dq_stage, p)
+                o[:, :, stage] = send_home(dq_stage, p)
                 del dq_stage, dkv
         collect(dk, kv, send_home(sums[0], p), p)
         collect(dv, kv, send_home(sums[1], p), p)
     return dk, dv
+
+
+def output_gradient(dh, wo, stage, p):
+    """Tiles of do = dh @ wo for the heads of one stage; the whole of do need never exist."""
+    wo = wo.unflatten(1, (p.C, -1, p.config.head_dim))[:, :, stage]  # [D, C, u, d]
+    columns = wo.flatten(1)
+    for a, b, dh_t in rows(dh, p.tile):
+        yield a, b, (dh_t @ columns).unflatten(1, wo.shape[1:])  # [t, D] -> [t, C, u, d]
 
 
 def collect(home, kv, parts, p):
@@ -1238,44 +1329,6 @@ def collect(home, kv, parts, p):
         if ranks < p.C:  # in float32, rounded once
             part = part.unflatten(1, (ranks, -1)).sum(2, dtype=p.rope.dtype)
         home[a:b, :, kv] = part
-
-
-def project_backward(x, dq, dk, dv, dh, dx, w, p):
-    """Back through norm and projections, tile by tile: dx = dh + their part, in dh's memory if dx
-    is dh. Returns the gradients of w[:6]."""
-    dw = WeightGrads(w[:6])
-    for (a, b, x_t), (_, _, dh_t) in zip(rows(x, p.tile), rows(dh, p.tile)):
-        def project(x_t, norm1, wq, wk, wv, q_norm, k_norm):  # [t, D] -> [t, H, d], 2 x [t, K, d]
-            rope, c = p.rope[a:b], p.config
-            return (heads(x_t, rope, norm1, wq, q_norm, c), heads(x_t, rope, norm1, wk, k_norm, c),
-                    heads(x_t, None, norm1, wv, None, c))
-        dx_t, *grads = tile_grads(project, (x_t, *w[:6]), (dq[a:b], dk[a:b], dv[a:b]))
-        dx[a:b] = dh_t + dx_t
-        dw.add(grads)
-    return dw.done()
-
-
-class UPipeAttention(torch.autograd.Function):
-    """Attention in stages, without checkpointing: x [s, D] -> [s, H*d]. Keeps x, its output,
-    lse."""
-
-    @staticmethod
-    def forward(ctx, x, p, *weights):
-        o, lse = attention_forward(x, Weights(*weights), p)
-        ctx.p, o = p, o.flatten(1)
-        ctx.save_for_backward(x, o, lse, *weights)
-        return o
-
-    @staticmethod
-    def backward(ctx, do):
-        p, (x, o, lse, *w) = ctx.p, ctx.saved_tensors
-        w, (o, do) = Weights(*w), (y.unflatten(1, (-1, p.config.head_dim)) for y in (o, do))
-        by_stage = do.unflatten(1, (p.C, -1))  # [s, C, H/C, d]
-        do_parts = lambda mine: ((a, b, t[:, :, mine]) for a, b, t in rows(by_stage, p.tile))
-        dq = torch.empty_like(o)  # o is autograd's: here it cannot be written over
-        dk, dv = attention_backward(x, o, lse, do_parts, dq, w, p)
-        dx = torch.zeros_like(x)
-        return dx, None, *project_backward(x, dq, dk, dv, dx, dx, w, p)
 
 
 # 9. The lean block --------------------------------------------------------------------------------
@@ -1291,67 +1344,153 @@ class UPipeAttention(torch.autograd.Function):
 # dv (2 s K d) and the stage buffers. With `stream`, x and dh wait on the host during (b), which
 # reads their tiles from there, once for each of its H/U stages: one is left. That costs nothing at
 # a million tokens and more, where a stage of attention takes longer than such a walk.
+#
+# The arithmetic and the traffic are those of checkpointed Ulysses, which is U = H in this code.
 
 
 def lean_forward(x, w, p, keep=lambda *tensors: None):
     """A block forward, x [s, D] -> [s, D]. Calls keep(x) and keep(o, lse), o [s, H, d], lse [H/C,
     S], as soon as these are there: copies hide behind the attention and behind the MLP."""
     keep(x)
-    o, lse = attention_forward(x, w, p)
+    o, lse = attention_forward(x, w.qkv, p)
     keep(o, lse)
     y = torch.empty_like(x)
     for a, b, x_t in rows(x, p.tile):
-        y[a:b] = mlp(x_t + F.linear(o[a:b].flatten(1), w.wo), None, *w[7:], p.config)
-    p.store.settle()
+        y[a:b] = add_mlp(add_attention(x_t, o[a:b], w.wo), w.mlp, p.config)
+    p.store.wait_for_copies()
     return y
 
 
 class LeanBlock(torch.autograd.Function):
-    """One block, x [s, D] -> [s, D], that keeps x, o and lse. RuntimeError on a second backward."""
+    """One block, x [s, D] -> [s, D], that keeps x, o and lse. RuntimeError on a second backward.
+
+    The weights are saved as they are. Under FSDP their memory is freed after the forward pass; in
+    the backward pass FSDP gathers the block again, into the same tensors, before it calls this."""
 
     @staticmethod
     def forward(ctx, x, p, index, *weights):
-        ctx.p, ctx.index, ctx.kept = p, index, Kept(p)
+        ctx.p, ctx.index, ctx.kept = p, index, []
+        p.kept.append(ctx.kept)
         ctx.save_for_backward(*weights)
-        return lean_forward(x, Weights(*weights), p, ctx.kept.keep)
+        return lean_forward(x, Weights.of(weights), p, lambda *tensors: keep(p, ctx.kept, *tensors))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
-        p, w = ctx.p, Weights(*ctx.saved_tensors)
-        x, o, lse = ctx.kept.take()
-        x, x_rows = (x, rows(x, p.tile)) if p.recipe.stream else land(x, p.tile)
-        o, o_rows = land(o, p.tile)
+        p, w = ctx.p, Weights.of(ctx.saved_tensors)
+        x_needed, _, _, *needed = ctx.needs_input_grad
+        needed = Weights.of(needed)
+        attention_needed = x_needed or any(needed.qkv)
+        x, o, lse = take_kept(ctx.kept)
+        x, x_rows = (x, rows(x, p.tile)) if p.recipe.stream else whole_and_rows(x, p.tile)
+        o, o_rows = whole_and_rows(o, p.tile)
         lse = lse.fetch() if p.recipe.offload else lse
-        dh = own(dy)
+        dh, dw_qkv = own(dy), [None] * len(w.qkv)
 
-        # (a) h = x + o wo^T, y = h + mlp(norm(h))
-        dwo, dw_mlp = WeightGrads([w.wo]), WeightGrads(w[7:])
-        for (a, b, x_t), (_, _, o_t) in zip(x_rows, o_rows):
-            o_t = o_t.flatten(1)  # [t, H*d]
-            h_t = x_t + F.linear(o_t, w.wo)
-            dh[a:b], *grads = tile_grads(lambda h, *w: mlp(h, None, *w, p.config), (h_t, *w[7:]),
-                                         dh[a:b])
-            dw_mlp.add(grads)
-            dwo.add([dh[a:b].T @ o_t])  # [D, t] @ [t, H*d]
-            del h_t, grads
-        dwo, dw_mlp, dh_kept = dwo.done(), dw_mlp.done(), dh
-        if p.recipe.stream:
-            dh_kept = p.store.park(dh)
-            p.store.settle()
-            release(dh)
-
-        # (b) the do of a stage is dh @ wo, for the columns of wo that its heads own
-        def do_parts(mine):
-            wo = w.wo.unflatten(1, (p.C, -1, p.config.head_dim))[:, :, mine]  # [D, C, u, d]
-            columns = wo.flatten(1)
-            for a, b, dh_t in rows(dh_kept, p.tile):
-                yield a, b, (dh_t @ columns).unflatten(1, wo.shape[1:])  # [t, D] -> [t, C, u, d]
-        dk, dv = attention_backward(x, o, lse, do_parts, o, w, p)
-
-        # (c)
-        if p.recipe.stream:
-            restore(dh)
-        ctx.kept.prefetch_before(p.tile)
-        dw_qkv = project_backward(x, o, dk, dv, dh_kept, dh, w, p)
+        dw_wo, dw_mlp = mlp_backward(x_rows, o_rows, dh, attention_needed, w, needed, p)  # (a)
+        if attention_needed:
+            dh_kept = dh
+            if p.recipe.stream:
+                dh_kept = p.store.park(dh)
+                p.store.wait_for_copies()
+                release(dh)
+            dk, dv = attention_backward(x, o, lse, dh_kept, w.wo, w.qkv, p)  # (b)
+            if p.recipe.stream:
+                restore(dh)
+        prefetch_before(p, ctx.kept, p.tile)
+        if attention_needed:
+            dw_qkv = project_backward(x, o, dk, dv, dh_kept, dh, w.qkv, x_needed, needed.qkv, p)
         p.progress(ctx.index, "backward")
-        return made_here(dh), None, None, *dw_qkv, *dwo, *dw_mlp
+        return dh if x_needed else None, None, None, *dw_qkv, dw_wo, *dw_mlp
+
+
+def mlp_backward(x_rows, o_rows, dh, dh_needed, w, needed, p):
+    """(a) h = x + o wo^T, y = h + mlp(norm(h)): dy becomes dh in place, [s, D]. Returns the
+    gradients of wo and of the MLP's weights."""
+    dwo, dmlp = WeightGrads([w.wo], [needed.wo]), WeightGrads(w.mlp, needed.mlp)
+    dh_needed = dh_needed or needed.wo
+    for (a, b, x_t), (_, _, o_t) in zip(x_rows, o_rows):
+        h_t = add_attention(x_t, o_t, w.wo)
+        dh_t, *grads = tile_grads(lambda h, *mlp: add_mlp(h, SwiGLU(*mlp), p.config),
+                                  (h_t, *w.mlp), (dh_needed, *needed.mlp), dh[a:b])
+        dmlp.add(grads)
+        if dh_needed:
+            dh[a:b] = dh_t
+        if needed.wo:
+            dwo.add([dh_t.T @ o_t.flatten(1)])  # [D, t] @ [t, H*d]
+        del h_t, dh_t, grads
+    return *dwo.done(), dmlp.done()
+
+
+def project_backward(x, dq, dk, dv, dh, dx, w, x_needed, needed, p):
+    """(c) Back through norm and projections: dx = dh + their part, in dh's memory if dx is dh.
+    Returns the gradients of w, the QKV."""
+    dw = WeightGrads(w, needed)
+    for (a, b, x_t), (_, _, dh_t) in zip(rows(x, p.tile), rows(dh, p.tile)):
+        project = lambda x_t, *w: qkv_heads(x_t, QKV(*w), p.rope[a:b], p.config)
+        dx_t, *grads = tile_grads(project, (x_t, *w), (x_needed, *needed),
+                                  (dq[a:b], dk[a:b], dv[a:b]))
+        dw.add(grads)
+        if x_needed:
+            dx[a:b] = dh_t + dx_t
+    return dw.done()
+
+
+# 10. What is legal --------------------------------------------------------------------------------
+
+
+def check_recipe(recipe, config, C):
+    """Raise BadInput, naming value, rule and remedy, unless `config` can run `recipe` on C ranks.
+
+    It looks at numbers alone: nothing is sent, and all ranks come to the same answer."""
+    r, H, K, U = recipe, config.n_heads, config.n_kv_heads, recipe.stage_heads(config, C)
+
+    def need(ok, message):
+        if not ok:
+            raise BadInput(message)
+
+    need(r.attention in ("plain", "ulysses", "upipe"),
+         f"attention={r.attention!r} is unknown: use 'plain', 'ulysses' or 'upipe'")
+    need(r.attention != "plain" or C == 1,
+         f"attention='plain' runs on one rank, not {C}: use 'ulysses' or 'upipe'")
+    need(r.heads_per_stage == 0 or r.attention == "upipe",
+         f"heads_per_stage={r.heads_per_stage} needs attention='upipe'")
+    need(r.checkpoint >= 0,
+         f"checkpoint={r.checkpoint} must be 0 (off) or the number of blocks in a segment")
+    need(r.tile >= 0, f"tile={r.tile} must be 0 (off) or a number of tokens")
+    for name, on in (("attention='upipe'", r.attention == "upipe"), (f"tile={r.tile}", r.tile),
+                     ("offload", r.offload)):
+        need(not on or r.checkpoint >= 1,
+             f"{name} needs checkpoint >= 1: with 0 the block is the textbook's, and autograd keeps"
+             " what it likes")
+    need(not r.keep_attention or r.checkpoint == 1,
+         f"keep_attention needs checkpoint=1, not {r.checkpoint}: longer segments run attention"
+         " again")
+    need(not r.stream or r.offload,
+         "stream needs offload: it reads from the host what offload has parked there")
+    need(r.kernel == "auto" or r.kernel in KERNELS,
+         f"kernel={r.kernel!r} is unknown: use 'auto', {', '.join(sorted(KERNELS))}")
+    ranks = legal_ranks(H, K)
+    need(C in ranks, f"{C} ranks cannot share n_heads={H}, n_kv_heads={K}: their number must divide"
+                     f" H, and divide K or be a multiple of it (legal: {listed(ranks)})")
+    legal = legal_stage_heads(H, K, C)
+    need(U in legal, f"heads_per_stage={U} is not possible with n_heads={H}, n_kv_heads={K} on {C}"
+                     " ranks: a stage takes part of the queries of one kv head per rank, or all of"
+                     f" several (legal: {listed(legal)})")
+
+
+def legal_ranks(H, K):
+    """The group sizes C that can share H query and K kv heads: C | H, and C | K or K | C."""
+    return [C for C in range(1, H + 1) if H % C == 0 and (K % C == 0 or C % K == 0)]
+
+
+def legal_stage_heads(H, K, C):
+    """The legal U. A rank has H/C query heads and max(1, K/C) kv heads, each with so many readers.
+    A stage's u heads are a part of one kv head's readers, or all readers of several kv heads."""
+    readers, kv = min(H // K, H // C), max(1, K // C)
+    whole = lambda u: u % readers == 0 and kv % (u // readers) == 0
+    return [u * C for u in range(1, H // C + 1) if readers % u == 0 or whole(u)]
+
+
+def listed(numbers):
+    return ", ".join(map(str, numbers))
