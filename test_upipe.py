@@ -393,6 +393,7 @@ class Case:
     n: int
     mask: str = "every label"
     seed: int = 0
+    frozen: tuple = ()  # names of weights begin with these
 
     def data(self):
         """The whole sequence: tokens [n], labels [n]."""
@@ -440,9 +441,11 @@ def laws(examples):
 # 5. One function ----------------------------------------------------------------------------------
 
 
-def build(cfg, seed, dtype=F64):
+def build(cfg, seed, dtype=F64, frozen=()):
     model = GPT(cfg).to(dtype)
     model.load_state_dict(random_weights(cfg, seed, dtype))
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not name.startswith(tuple(frozen)))
     return model
 
 
@@ -454,11 +457,12 @@ def step(model, case):
 
 
 def rank_result(case, dtype):
-    model = build(case.config, case.seed, dtype)
+    model = build(case.config, case.seed, dtype, case.frozen)
     loss = step(model, case)
     with torch.no_grad():
         logits = model.logits(upipe.shard(*case.data())[0], case.recipe)
-    return Result(loss, logits, {name: p.grad for name, p in model.named_parameters()})
+    return Result(loss, logits, {name: p.grad for name, p in model.named_parameters()
+                                  if p.requires_grad or p.grad is not None})
 
 
 def run(case, dtype=F64):
@@ -489,6 +493,55 @@ def assert_same(ours, ref, tolerance=1e-9):
 def test_every_recipe_gives_the_loss_logits_and_gradients_of_plain_attention(case):
     """Whatever the ranks, sizes, stages, tiles, masks and switches: to 1e-9, every parameter."""
     assert_same(run(case), reference(case.config, case.seed, [case.data()]))
+
+
+PARTS = ["embed_tokens", "norm", "lm_head", "layers.0.", "layers.1.", "layers.1.self_attn",
+         "layers.0.self_attn.q_proj", "layers.1.self_attn.o_proj", "layers.0.mlp", "layers.2.",
+         "layers.1.mlp.gate_proj", "layers.0.input_layernorm", "layers.3.self_attn.k_proj",
+         "layers.1.post_attention_layernorm", "layers.0.self_attn.v_proj"]
+
+
+def trained(names, frozen):
+    return [name for name in names if not name.startswith(tuple(frozen))]
+
+
+@laws(60)
+@given(cases(), st.sets(st.sampled_from(PARTS), max_size=4), st.booleans())
+def test_whatever_is_frozen_the_others_get_exactly_their_gradients(case, parts, invert):
+    """Any subset of weights, or all but it; what is frozen has no gradient."""
+    names = random_weights(case.config, 0)
+    frozen = tuple(trained(names, parts)) if invert else tuple(sorted(parts))
+    assume(trained(names, frozen))
+    ref = reference(case.config, case.seed, [case.data()])
+    ref.grads = {name: ref.grads[name] for name in trained(names, frozen)}
+    assert_same(run(replace(case, frozen=frozen)), ref)
+
+
+def frozen_costs(recipe, frozen):
+    """(blocks of which each pass went through, gradients added up per weight and step)."""
+    model, passes, sums = build(replace(SMALL, n_layers=4), 0, F64, frozen), [], Counter()
+    model.progress = lambda layer, way: passes.append((way, layer))
+
+    def see(_, totals, grads):
+        sums.update(id(w) for w, grad in zip(totals.weights, grads) if grad is not None)
+        assert all(w.requires_grad for w, grad in zip(totals.weights, grads) if grad is not None)
+
+    with watched(upipe.WeightGrads, "add", see):
+        step(model, Case(1, model.config, recipe, 21))
+    return [layer for way, layer in passes if way == "backward"], len(sums), passes
+
+
+@pytest.mark.parametrize("recipe", [ALL_ON, TWO_LEVELS])
+def test_what_is_frozen_costs_nothing(recipe):
+    """No gradient is added up for it, and no backward pass goes below the lowest trained weight."""
+    low = ["embed_tokens", "layers.0.", "layers.1.", "layers.2."]
+    assert frozen_costs(recipe, [])[:2] == ([3, 2, 1, 0], 4 * 9 + 2)
+    blocks, sums, passes = frozen_costs(recipe, low)
+    assert blocks == [3] and sums == 9 + 2
+    assert ("again", 0) not in passes and ("again", 1) not in passes
+    only = trained(random_weights(replace(SMALL, n_layers=4), 0), ["layers.2.mlp.down_proj"])
+    blocks, sums, _ = frozen_costs(recipe, only)
+    assert blocks == [3, 2] and sums == 1
 
 
 EIGHT = replace(SMALL, n_heads=8)
@@ -1242,6 +1295,125 @@ def test_a_gradient_that_the_caller_holds_is_never_altered(recipe):
         assert torch.equal(dy, before)
 
 
+def seen_by_a_hook(x, seen):
+    """A hook that keeps the gradient, and one that keeps a part of it, beside a copy."""
+    if x.requires_grad:
+        x.register_hook(lambda dx: seen.extend(((dx, dx.clone()), (dx[1:], dx[1:].clone()))))
+    return x
+
+
+def skip_two(x, units, seen):
+    return units[2](x + units[1](units[0](x)))
+
+
+def outer_residual(x, units, seen):
+    for unit in units:
+        x = x + unit(x)
+    return x
+
+
+def embedding_everywhere(x, units, seen):
+    first = x
+    for unit in units:
+        x = unit(x + first / 2)
+    return x
+
+
+def middle_twice(x, units, seen):
+    middle = units[0](x)
+    return units[2](units[1](middle)) + middle
+
+
+def hooked(x, units, seen):
+    for unit in units:
+        x = seen_by_a_hook(unit(x), seen)
+    return x
+
+
+def retained(x, units, seen):
+    for unit in units:
+        x = unit(x)
+        if x.requires_grad:
+            x.retain_grad()
+            x.register_hook(lambda dx, x=x: seen.append((x, dx.clone())))
+    return x
+
+
+FORKED = [skip_two, outer_residual, embedding_everywhere, middle_twice, hooked, retained]
+
+
+def forked(model, fork, seen):
+    """The model, with its loop over blocks or segments replaced by `fork`."""
+    def run_forked(tokens, p, head):
+        r, x = p.recipe, model.embed_tokens(F.embedding, tokens)
+        run = upipe.run_segment if r.checkpoint and not r.keep_attention else upipe.run_blocks
+        x = fork(x, [lambda x, i=i: run(x, p, model.layers[i:i + 1]) for i in range(3)], seen)
+        return model.lm_head(head, x)
+    model._run = run_forked
+    return model
+
+
+def forked_reference(fork):
+    """Gradients of the forked model, by the reference's blocks."""
+    config, case = replace(SMALL, n_layers=3), Case(1, SMALL, Recipe(), 21)
+    w = {name: p.requires_grad_() for name, p in random_weights(config, 0).items()}
+    tokens, labels = case.data()
+    blocks = [lambda x, i=i: ref_block(w, config, x, i) for i in range(3)]
+    x = fork(w["embed_tokens.weight"][tokens], blocks, [])
+    y = ref_norm(x, w["norm.weight"], config.norm_eps) @ w["lm_head.weight"].T
+    ref_loss(y, labels, count_labels([(tokens, labels)])).backward()
+    return {name: p.grad for name, p in w.items()}
+
+
+def rank_forks(recipe, sharded):
+    """fork -> gradients, on all ranks as FSDP shards them, or on one without it."""
+    config, found = replace(SMALL, n_layers=3), {}
+    for fork in FORKED:
+        model, seen = build(config, 0), []
+        if sharded:
+            train.shard_model(model, job_of(2).everyone, F64)
+        forked(model, fork, seen)
+        tokens, labels = Case(1, SMALL, Recipe(), 21).data()
+        model(*upipe.shard(tokens, labels), recipe).backward()
+        for x, dx in seen:
+            assert torch.equal(x if x.grad_fn is None and not x.is_leaf else
+                               x.grad if x.requires_grad else x, dx), fork
+        found[fork.__name__] = {name: p.grad.full_tensor() if sharded else p.grad
+                                for name, p in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("recipe", SWITCHES.values(), ids=SWITCHES)
+def test_a_fork_of_the_model_gets_its_own_exact_gradients(recipe, ranks):
+    """A gradient that another edge of the graph, a hook or retain_grad holds is never written to:
+    outer residuals, skips, the embedding in each block, a middle layer used twice."""
+    if ranks == 2 and recipe.attention == "plain":
+        recipe = replace(recipe, attention="ulysses")
+    for found in RANKS[ranks](rank_forks, replace(recipe, checkpoint=min(1, recipe.checkpoint)),
+                              ranks == 2):
+        for fork in FORKED:
+            for name, grad in forked_reference(fork).items():
+                assert_close(f"{fork.__name__}, {name}", found[fork.__name__][name], grad, 1e-9)
+
+
+@every_switch
+def test_gradients_of_a_middle_layer_alone_leave_the_weights_alone(recipe):
+    """torch.autograd.grad(loss, middle): right, and nobody's .grad is touched."""
+    model, seen, middle = build(replace(SMALL, n_layers=3), 0), [], []
+
+    def fork(x, units, seen):
+        middle.append(units[0](x))
+        return units[2](units[1](middle[0]))
+    recipe = replace(recipe, checkpoint=min(1, recipe.checkpoint))
+    loss = forked(model, fork, seen)(*Case(1, SMALL, recipe, 21).data(), recipe)
+    found, = torch.autograd.grad(loss, middle)
+    assert all(p.grad is None for p in model.parameters())
+    middle.clear()
+    plain = forked(build(model.config, 0), fork, seen)(*Case(1, SMALL, recipe, 21).data(), Recipe())
+    assert_close("middle", found, torch.autograd.grad(plain, middle)[0], 1e-9)
+
+
 @pytest.mark.parametrize("recipe", list(SWITCHES.values())[1:])
 def test_a_second_backward_is_refused(recipe):
     """What it would need is gone: RuntimeError, not garbage; the next step is none the worse."""
@@ -1280,10 +1452,10 @@ class Step:
     collectives: tuple  # all-gathers, reduce-scatters
 
 
-def rank_sharded_step(config, recipe, windows, cp, clip=0.0, dtype=F64):
+def rank_sharded_step(config, recipe, windows, cp, clip=0.0, dtype=F64, frozen=()):
     """A step of SGD with learning rate 1, which hides no scale. windows[g]: group g's sequences."""
     job = job_of(cp)
-    model = build(config, 0, F64 if dtype == F64 else F32)
+    model = build(config, 0, F64 if dtype == F64 else F32, frozen)
     train.shard_model(model, job.everyone, dtype)
     batch = [upipe.shard(*window, job.group) for window in windows[job.dp_rank]]
     with Meter() as meter:
@@ -1291,7 +1463,8 @@ def rank_sharded_step(config, recipe, windows, cp, clip=0.0, dtype=F64):
             job, model, torch.optim.SGD(model.parameters(), lr=1.0), batch,
             sum(map(count_labels, windows)), replace(recipe, group=job.group), clip, 1)
     named = dict(model.named_parameters())
-    return Step(loss, norm, {name: p.grad.full_tensor() for name, p in named.items()},
+    return Step(loss, norm, {name: p.grad.full_tensor() for name, p in named.items()
+                             if p.grad is not None},
                 {name: p.full_tensor().detach() for name, p in named.items()},
                 sum(p.to_local().numel() for p in named.values()),
                 tuple(sum(n for name, n in meter.calls.items() if kind in name)
@@ -1342,6 +1515,40 @@ def test_sharded_steps_equal_one_process(name, world, cp):
     steps = sharded_steps(config, recipe, dealt, world, cp, reference(config, 0, windows))
     share = sum(-(-len(p) // world) * p[0].numel() for p in random_weights(config, 0).values())
     assert all(seen.elements <= share for seen in steps)
+
+
+def rank_frozen_step(recipe, window, frozen):
+    """A step, and the elements that FSDP summed over the ranks in it."""
+    sent, reduce_scatter = [], dist.reduce_scatter_tensor
+
+    def see(output, input, *args, **kwargs):
+        sent.append(input.numel())
+        return reduce_scatter(output, input, *args, **kwargs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "reduce_scatter_tensor", see)
+        seen = rank_sharded_step(SMALL, recipe, [[window]], 2, 0.0, F64, frozen)
+    return seen, sum(sent)
+
+
+@pytest.mark.parametrize("recipe", [ALL_ON, TWO_LEVELS, Recipe("ulysses")])
+@pytest.mark.parametrize("parts, invert", [
+    (["embed_tokens"], False), (["layers.1."], True), (["layers.1.self_attn.q_proj"], True),
+    (["lm_head", "norm", "layers.0.mlp"], True)])
+def test_sharded_training_of_some_weights_sends_nothing_for_the_others(recipe, parts, invert):
+    """Gradients, norm and weights are the reference's; what is frozen is not summed, not moved."""
+    before = random_weights(SMALL, 0)
+    frozen = tuple(trained(before, parts) if invert else parts)
+    window, = windows_of([38])
+    grads = reference(SMALL, 0, [window]).grads
+    grads = {name: grads[name] for name in trained(before, frozen)}
+    padded = sum(-(-len(grad) // 2) * 2 * grad[0].numel() for grad in grads.values())
+    for seen, sent in RANKS[2](rank_frozen_step, recipe, window, frozen):
+        assert seen.grads.keys() == grads.keys() and sent == padded
+        assert seen.norm == pytest.approx(whole_norm(grads), rel=1e-9)
+        for name, weight in before.items():
+            moved = before[name] - seen.weights[name]
+            assert_close(name, moved, grads[name], 1e-9) if name in grads else (
+                moved.count_nonzero() == 0 or pytest.fail(name))
 
 
 @pytest.mark.parametrize("world, cp", [(2, 2), (4, 2)])

@@ -530,7 +530,7 @@ def shard_model(model, mesh, dtype, offload_params=False):
 def make_moments(model, optimizer):
     """A step with gradients 0, so that AdamW's moments exist."""
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
     optimizer.step()
     optimizer.zero_grad()
 
@@ -777,7 +777,7 @@ def train_step(job, model, optimizer, batch, total, recipe, grad_clip, step):
     fault = f"step {step}: the loss of rank {job.rank} is {loss}, nothing was updated"
     loss = agree(job, None if math.isfinite(loss) else fault, loss)
     # The norm is taken over the shards of all ranks: one number, so one decision, on every rank.
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.grad is not None]  # the others are frozen
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor()
     if not norm.isfinite():
         raise BadInput(f"step {step}: the gradient norm is {norm.item()}, nothing was updated")

@@ -975,6 +975,8 @@ class Segment(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         p, (x_needed, weights_needed, *_) = ctx.p, ctx.needs_input_grad
+        if weights_needed:  # but torch.autograd.grad(loss, middle) must not touch their .grad
+            weights_needed = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
         x, = take_kept(ctx.kept)
         x = (x.fetch() if p.recipe.offload else x).detach().requires_grad_(x_needed)
         box = [own(dy)]
