@@ -313,7 +313,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.storages = weakref.WeakValueDictionary()
         self.slabs = weakref.WeakValueDictionary()
-        self.calls, self.peak, self.largest = Counter(), 0, 0
+        self.calls, self.peak, self.largest, self.summed = Counter(), 0, 0, 0
 
     def bytes(self):
         return sum(storage.nbytes() for storage in self.storages.values())
@@ -323,6 +323,8 @@ class Meter(TorchDispatchMode):
             return NotImplemented  # DTensor comes back with its local tensor
         out = func(*args, **(kwargs or {}))
         self.calls[func.overloadpacket._qualified_op_name] += 1
+        if "reduce_scatter" in func.name():
+            self.summed += args[1].numel()
         for t in (t for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
             storage = t.untyped_storage()
             if t.dtype == torch.uint8:
@@ -1450,6 +1452,7 @@ class Step:
     weights: dict
     elements: int     # of parameters on this rank
     collectives: tuple  # all-gathers, reduce-scatters
+    summed: int       # elements of gradients that went into reduce-scatters
 
 
 def rank_sharded_step(config, recipe, windows, cp, clip=0.0, dtype=F64, frozen=()):
@@ -1468,7 +1471,7 @@ def rank_sharded_step(config, recipe, windows, cp, clip=0.0, dtype=F64, frozen=(
                 {name: p.full_tensor().detach() for name, p in named.items()},
                 sum(p.to_local().numel() for p in named.values()),
                 tuple(sum(n for name, n in meter.calls.items() if kind in name)
-                      for kind in ("allgather", "reduce_scatter")))
+                      for kind in ("allgather", "reduce_scatter")), meter.summed)
 
 
 def windows_of(counts, n=40):
@@ -1517,19 +1520,6 @@ def test_sharded_steps_equal_one_process(name, world, cp):
     assert all(seen.elements <= share for seen in steps)
 
 
-def rank_frozen_step(recipe, window, frozen):
-    """A step, and the elements that FSDP summed over the ranks in it."""
-    sent, reduce_scatter = [], dist.reduce_scatter_tensor
-
-    def see(output, input, *args, **kwargs):
-        sent.append(input.numel())
-        return reduce_scatter(output, input, *args, **kwargs)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "reduce_scatter_tensor", see)
-        seen = rank_sharded_step(SMALL, recipe, [[window]], 2, 0.0, F64, frozen)
-    return seen, sum(sent)
-
-
 @pytest.mark.parametrize("recipe", [ALL_ON, TWO_LEVELS, Recipe("ulysses")])
 @pytest.mark.parametrize("parts, invert", [
     (["embed_tokens"], False), (["layers.1."], True), (["layers.1.self_attn.q_proj"], True),
@@ -1542,8 +1532,8 @@ def test_sharded_training_of_some_weights_sends_nothing_for_the_others(recipe, p
     grads = reference(SMALL, 0, [window]).grads
     grads = {name: grads[name] for name in trained(before, frozen)}
     padded = sum(-(-len(grad) // 2) * 2 * grad[0].numel() for grad in grads.values())
-    for seen, sent in RANKS[2](rank_frozen_step, recipe, window, frozen):
-        assert seen.grads.keys() == grads.keys() and sent == padded
+    for seen in RANKS[2](rank_sharded_step, SMALL, recipe, [[window]], 2, 0.0, F64, frozen):
+        assert seen.grads.keys() == grads.keys() and seen.summed == padded
         assert seen.norm == pytest.approx(whole_norm(grads), rel=1e-9)
         for name, weight in before.items():
             moved = before[name] - seen.weights[name]
