@@ -49,7 +49,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import attention
 from torch.profiler import record_function
 
 IGNORE = -100  # the label of a token that is not to be predicted
@@ -500,29 +499,23 @@ class Kernel(NamedTuple):
     limit: float = 2**31                      # elements of q that it can index
 
 
-def aten_kernel(forward, backward, grouped=False):
+def aten_kernel(forward, backward):
     """A Kernel from aten's form, [batch, heads, S, d], which knows no documents.
 
-    The n kv heads become the batch. Unless the kernel takes grouped heads, each is repeated, by a
-    view, for its u/n query heads, and the gradients of the repetitions are summed. Documents are
-    worked through one by one."""
-    widen = (lambda x, q: x) if grouped else (lambda x, q: x.expand_as(q))
-    last = []  # dimensions of lse after [n, u/n, S]: in some versions cuDNN's has one, of size 1
+    The n kv heads become the batch, and each is repeated, by a view, for its u/n query heads. The
+    gradients of the repetitions are summed. Documents are worked through one by one."""
     batched = lambda x, n: x.unflatten(1, (n, -1)).permute(1, 2, 0, 3)  # [n, u/n, S, d]
     packed = lambda x: x.permute(2, 0, 1, 3).flatten(1, 2).contiguous()  # and back; n = 1: no copy
 
     def fwd(q, k, v):
-        n = k.shape[1]
-        q, k, v = (batched(x, n) for x in (q, k, v))
-        o, lse = forward(q, widen(k, q), widen(v, q))[:2]
-        last[:] = lse.shape[3:]
-        return packed(o), lse.reshape(-1, lse.shape[2])[:, :q.shape[2]]  # "efficient" pads its end
+        q, k, v = (batched(x, k.shape[1]) for x in (q, k, v))
+        o, lse = forward(q, k.expand_as(q), v.expand_as(q))[:2]
+        return packed(o), lse.flatten(0, 1)
 
     def bwd(do, q, k, v, o, lse):
-        n = k.shape[1]
-        do, q, k, v, o = (batched(x, n) for x in (do, q, k, v, o))
-        lse = lse.reshape(n, -1, lse.shape[1], *last)
-        dq, dk, dv = backward(do, q, widen(k, q), widen(v, q), o, lse)
+        lse = lse.unflatten(0, (k.shape[1], -1))
+        do, q, k, v, o = (batched(x, k.shape[1]) for x in (do, q, k, v, o))
+        dq, dk, dv = backward(do, q, k.expand_as(q), v.expand_as(q), o, lse)
         if dk.shape[1] > 1:
             dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
         return packed(dq), packed(dk), packed(dv)
@@ -545,30 +538,19 @@ def spans(edges, S):
     return list(zip(edges, edges[1:]))
 
 
-def torch_kernel(impl=None):
-    """torch's own flash kernel, or FlashAttention 3 or 4 ("FA3", "FA4", packages of their own),
-    which torch lets take its place behind the same two operators."""
-    def select():
-        if attention.current_flash_attention_impl() != impl:
-            attention.activate_flash_attention_impl(impl) if impl else (
-                attention.restore_flash_attention_impl())
+def torch_forward(q, k, v, edges):
+    one = (lambda x: x[None]) if edges is None else (lambda x: x)  # documents have no batch
+    o, lse, *_ = aten._flash_attention_forward(one(q), one(k), one(v), edges, edges, len(q),
+                                               len(q), 0.0, True, False)
+    return o.view_as(q), lse.view(q.shape[1], len(q))
 
-    def forward(q, k, v, edges):
-        select()
-        one = (lambda x: x[None]) if edges is None else (lambda x: x)  # documents have no batch
-        o, lse, *_ = aten._flash_attention_forward(one(q), one(k), one(v), edges, edges, len(q),
-                                                   len(q), 0.0, True, False)
-        return o.view_as(q), lse.view(q.shape[1], len(q))
 
-    def backward(do, q, k, v, o, lse, edges):
-        select()
-        one = (lambda x: x[None]) if edges is None else (lambda x: x)
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: it is never read
-        grads = aten._flash_attention_backward(*map(one, (do, q, k, v, o, lse)), edges, edges,
-                                               len(q), len(q), 0.0, True, seed, seed)
-        return [grad.view_as(x) for grad, x in zip(grads, (q, k, v))]
-
-    return Kernel(forward, backward, flash_workspace)
+def torch_backward(do, q, k, v, o, lse, edges):
+    one = (lambda x: x[None]) if edges is None else (lambda x: x)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: it is never read
+    grads = aten._flash_attention_backward(*map(one, (do, q, k, v, o, lse)), edges, edges,
+                                           len(q), len(q), 0.0, True, seed, seed)
+    return [grad.view_as(x) for grad, x in zip(grads, (q, k, v))]
 
 
 def flash_attn_forward(q, k, v, edges):
@@ -595,10 +577,6 @@ def flash_attn_backward(do, q, k, v, o, lse, edges):
     return grads
 
 
-def no_seed(q):  # of dropout, and its offset
-    return torch.zeros(2, dtype=torch.int64, device=q.device).unbind()
-
-
 def flash_workspace(S, u, n, d):
     """FlashAttention-2's backward: dq adds up in float32; rowsum(do o) is a float32 for each query;
     with grouped heads, dk and dv of every query head (bfloat16) before they are summed."""
@@ -606,32 +584,19 @@ def flash_workspace(S, u, n, d):
 
 
 aten = torch.ops.aten
-KERNELS = {
+KERNELS = {  # extras/kernels.py adds others
     "cpu": aten_kernel(
         lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
         lambda *x: aten._scaled_dot_product_flash_attention_for_cpu_backward(*x, 0.0, True)),
-    "torch": torch_kernel(), "fa3": torch_kernel("FA3"), "fa4": torch_kernel("FA4"),
+    "torch": Kernel(torch_forward, torch_backward, flash_workspace),
     "flash-attn": Kernel(flash_attn_forward, flash_attn_backward, flash_workspace),
-    "cudnn": aten_kernel(
-        lambda q, k, v: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True),
-        lambda do, q, k, v, o, lse: aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse, *no_seed(q), None, None, None, q.shape[2], q.shape[2], 0.0, True),
-        grouped=True),
-    # float32 on CUDA, for cards without bfloat16: no flash kernel takes it, this one does
-    "efficient": aten_kernel(
-        lambda q, k, v: aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, True),
-        lambda do, q, k, v, o, lse: aten._scaled_dot_product_efficient_attention_backward(
-            do, q, k, v, None, o, F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf), *no_seed(q),
-            0.0, [True, True, True, False], True)[:3]),
 }
 
 
 def pick_kernel(name, q):
-    """The Kernel called `name`; "auto": torch's own for the device and dtype of q."""
+    """The Kernel called `name`; "auto": torch's own for the device of q."""
     if name == "auto":
-        cuda = "torch" if q.dtype in (torch.bfloat16, torch.float16) else "efficient"
-        name = "cpu" if q.device.type == "cpu" else cuda
+        name = "cpu" if q.device.type == "cpu" else "torch"
     return KERNELS[name]
 
 
