@@ -5,14 +5,16 @@
     torchrun --nproc-per-node=4 train.py --cp 2       two sequences at a time, each on two ranks
     torchrun --nproc-per-node=8 train.py --ctx 5m     eight GPUs: llama3-8b on 5 x 2^20 tokens
 
-1. Flags   2. Ranks and groups   3. Stopping together   4. Data   5. Sharding   6. The plan
-7. A step   8. The dry run   9. The road   10. Weights in and out   11. Checkpoints   12. Text
-13. Looking inside   14. Main
+1. Flags   2. Settings   3. Ranks and groups   4. Data   5. Sharding   6. A step
+7. Checkpoints   8. The loop   9. Main
 
 Two kinds of parallelism share the ranks. --cp of them (C in upipe.py) split one sequence; world/cp
 such groups work on a sequence each. Weights, gradients and optimizer state are sharded over *all*
 ranks by FSDP. The loss of a rank is its part of one sum over all labels of a step, so gradients
 are added up, never averaged, and no loss is ever multiplied by anything.
+
+What is not the job itself is in extras/, and is imported by the flag that asks for it: the dry run,
+weights of Hugging Face, tokenizers, pictures.
 """
 import os
 
@@ -21,9 +23,6 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
-import gc
-import hashlib
-import itertools
 import json
 import math
 import re
@@ -35,13 +34,11 @@ import sysconfig
 import threading
 import time
 import traceback
-import weakref
-from collections import defaultdict
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -51,16 +48,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
     register_fsdp_forward_method)
-from torch.distributed.tensor import DTensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import upipe
 from upipe import BadInput, GPT, GPTConfig, IGNORE, PRESETS, Recipe, stages
 
-SWITCHES = [f.name for f in fields(Recipe) if f.name != "group"]  # each is a flag
+GIB = 2**30
 NO_ID = -1  # no token
 
 # 1. Flags -----------------------------------------------------------------------------------------
@@ -71,13 +64,19 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(message)
 
 
-def parse_ctx(text):
+def length(text):
     """'8k' -> 8192, '5m' -> 5242880, '4096' -> 4096."""
     match = re.fullmatch(r"([0-9]+)([km]?)", text.lower())
     tokens = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]] if match else 0
     if tokens < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no length: give tokens as 4096, 128k or 5m")
     return tokens
+
+
+def write_length(tokens):
+    """5242880 -> '5m'."""
+    units = ((2**20, "m"), (2**10, "k"), (1, ""))
+    return next(f"{tokens // unit}{name}" for unit, name in units if tokens % unit == 0)
 
 
 def number(kind, low, above=False):
@@ -95,110 +94,367 @@ def number(kind, low, above=False):
     return parse
 
 
-def parse_args(argv=None):
-    """The flags; defaults that depend on model, device or another flag are filled in at the end."""
-    parser = Parser(prog="train.py", description=__doc__.split("\n")[0], allow_abbrev=False)
-    add, switch = parser.add_argument, argparse.BooleanOptionalAction
-    # what to train
-    add("--model", choices=PRESETS, help="default: tiny on a CPU, llama3-8b on GPUs")
-    add("--layers", type=number(int, 1), help="number of blocks, for trials (default: all)")
-    add("--ctx", type=parse_ctx, help="tokens per sequence (default: 512 for tiny, else 128k)")
-    add("--data", help="text file or folder, read as bytes; .bin (uint16, or uint32 where the "
-        "vocabulary needs it); .npy (default: sources of Python's standard library)")
-    # how a sequence is split and what memory holds: the fields of upipe.Recipe
-    add("--cp", type=number(int, 1), help="ranks that share one sequence (default: all)")
-    add("--attention", choices=("plain", "ulysses", "upipe"), default="upipe")
-    add("--heads-per-stage", type=number(int, 0), default=0, help="over all ranks; 0 = fewest")
-    add("--checkpoint", type=number(int, 0), help="blocks per segment; 0 = off (default: 1, or 4 "
-        "where the host has no room for more)")
-    add("--keep-attention", action=switch, help="run it once only (default: with --checkpoint 1)")
-    add("--offload", action=switch, help="checkpoints wait in host memory (default: on GPUs)")
-    add("--stream", action=switch, help="and come back tile by tile (default: from 1m tokens on)")
-    add("--offload-params", action=switch, default=False,
-        help="weights, gradients and AdamW's moments live in host memory")
-    add("--tile", type=number(int, 0), help="tokens; 0 = off (default: CPU 128, GPU 4096)")
-    add("--kernel", default="auto", help="attention kernel (default: the best one here)")
-    # optimizer
-    add("--steps", type=number(int, 0), help="default: 600 for tiny, else 100")
-    add("--lr", type=number(float, 0), help="peak rate (default: 2e-3 for tiny, else 3e-4)")
-    add("--warmup", type=number(int, 0), help="steps (default: a twentieth of --steps)")
-    add("--min-lr", type=number(float, 0), help="end of the cosine (default: a tenth of --lr)")
-    add("--weight-decay", type=number(float, 0), default=0.1, help="of matrices (default: 0.1)")
-    add("--grad-clip", type=number(float, 0), default=1.0, help="global norm; 0 = off (default: 1)")
-    add("--grad-accum", type=number(int, 1), default=1, help="sequences per step and group")
-    add("--seed", type=number(int, 0), default=0, help="of weights and data order (default: 0)")
-    # the run
-    add("--eval-every", type=number(int, 0), help="steps; 0: at the end (default: 200, large: 0)")
-    add("--eval-windows", type=number(int, 1), help="sequences (default: 32k tokens' worth)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16 on GPUs")
-    add("--timeout", type=number(float, 0, above=True), default=1800,
-        help="seconds to wait for another rank before giving up (default: 1800)")
-    # what goes in and what comes out
-    add("--init", metavar="DIR", help="start from a Llama 3.x or Qwen3 folder of Hugging Face")
-    add("--export", metavar="DIR", help="write such a folder at the end")
-    add("--save", metavar="DIR", help="folder for checkpoints, the same one for all ranks")
-    add("--save-every", type=number(int, 0), default=100,
-        help="steps (default: 100); 0: at the end, and on SIGTERM or SIGUSR1")
-    add("--keep", type=number(int, 1), default=2, help="checkpoints that stay (default: 2)")
-    add("--resume", action="store_true",
-        help="go on from the newest in --save, with the flags of that run unless given anew")
-    add("--tokenizer", metavar="FILE", help="a tokenizer.json (default: the one in --init)")
-    add("--docs", type=number(int, 0), nargs="?", const=NO_ID, metavar="ID",
-        help="attention stays in a document: a file, or what follows a token ID")
-    add("--task", choices=("text", "recall"), default="text",
-        help="recall: keys and values at the start, asked for at the end")
-    add("--sample", type=number(int, 0), default=0, help="tokens to write in the end")
-    add("--prompt", default="\n", help="what they continue")
-    add("--log", "--log-file", metavar="FILE", help="one JSON object per step (some versions of "
-        "torchrun take --log for their own: the longer name helps)")
-    add("--loss-by-position", metavar="FILE", help="picture, .png or .svg, of the final model")
-    add("--profile", metavar="DIR", help="traces of one step")
-    # instead of a run
-    add("--dry-run", action="store_true", help="tell memory and time of a step, without doing it")
-    add("--world", type=number(int, 1), help="ranks to simulate (default: 8)")
-    add("--gpus-per-node", type=number(int, 1), help="ranks that share a host (default: 8)")
-    add("--gpu-mem", type=number(float, 0, above=True), help="GiB of a GPU (default: 80)")
-    add("--host-mem", type=number(float, 0, above=True), help="GiB of a node (default: 2000)")
-    add("--full", action="store_true", help="simulate every layer, instead of extending two models")
-    add("--max-ctx", action="store_true", help="with --dry-run: the longest context that fits")
-    add("--one-rank-of", type=number(int, 1), help="measure one rank of so many, on one device")
-    add("--road", action="store_true", help="one row per technique, simulated or measured here")
-    add("--json", help="with --road, --one-rank-of: write the figures to this file")
-    add("--plot", help="with --road: draw them, to this .png or .svg")
-    add("--force", action=switch, default=False, help="run what looks too slow or too large")
-    args = parser.parse_args(argv)
-    saved = find_checkpoint(args) if args.resume else None
-    if saved:
-        cp = saved["flags"]["cp"] if launched()[1] == saved["world"] else None
-        parser.set_defaults(**{**saved["flags"], "cp": cp})
-        args = parser.parse_args(argv)
-    elif args.init and (args.model or args.layers):
-        raise BadInput("--init says what the model is: leave --model and --layers out")
-    args.saved = saved
+SWITCH = argparse.BooleanOptionalAction
+FLAGS = {  # group: {flag: what argparse takes}; None, where no default stands, is decided in part 2
+    "what to train": {
+        "--model": dict(choices=PRESETS, help="default: tiny on a CPU, llama3-8b on GPUs"),
+        "--layers": dict(type=number(int, 1), help="number of blocks, for trials (default: all)"),
+        "--ctx": dict(type=length, help="tokens per sequence (default: 512 for tiny, else 128k)"),
+        "--data": dict(help="text file or folder, read as bytes; .bin (uint16, or uint32 where the "
+                       "vocabulary needs it); .npy (default: sources of Python's library)"),
+        "--task": dict(choices=("text", "recall"), default="text",
+                       help="recall: keys and values at the start, asked for at the end"),
+        "--tokenizer": dict(metavar="FILE", help="a tokenizer.json (default: the one in --init)"),
+        "--docs": dict(type=number(int, 0), nargs="?", const=NO_ID, metavar="ID", help="attention "
+                       "stays in a document: a file, or what follows a token ID")},
+    "how memory is held": {  # the fields of upipe.Recipe, and how many ranks share a sequence
+        "--cp": dict(type=number(int, 1), help="ranks that share one sequence (default: all)"),
+        "--attention": dict(choices=("plain", "ulysses", "upipe"),
+                            help="default: upipe; without checkpoints the textbook's"),
+        "--heads-per-stage": dict(type=number(int, 0), default=0,
+                                  help="over all ranks; 0 = fewest"),
+        "--checkpoint": dict(type=number(int, 0), help="blocks per segment; 0 = off (default: 1, "
+                             "or 4 where the host has no room for more)"),
+        "--keep-attention": dict(action=SWITCH,
+                                 help="run it once only (default: with --checkpoint 1)"),
+        "--offload": dict(action=SWITCH,
+                          help="checkpoints wait in host memory (default: on GPUs)"),
+        "--stream": dict(action=SWITCH,
+                         help="and come back tile by tile (default: from 1m tokens on)"),
+        "--offload-params": dict(action=SWITCH, default=False, help="weights, gradients and "
+                                 "AdamW's moments live in host memory"),
+        "--tile": dict(type=number(int, 0), help="tokens; 0 = off (default: CPU 128, GPU 4096)"),
+        "--kernel": dict(default="auto", help="attention kernel (default: the best one here)")},
+    "optimizer": {
+        "--steps": dict(type=number(int, 0), help="default: 600 for tiny, else 100"),
+        "--lr": dict(type=number(float, 0), help="peak rate (default: 2e-3 for tiny, else 3e-4)"),
+        "--warmup": dict(type=number(int, 0), help="steps (default: a twentieth of --steps)"),
+        "--min-lr": dict(type=number(float, 0),
+                         help="end of the cosine (default: a tenth of --lr)"),
+        "--weight-decay": dict(type=number(float, 0), default=0.1,
+                               help="of matrices (default: 0.1)"),
+        "--grad-clip": dict(type=number(float, 0), default=1.0,
+                            help="global norm; 0 = off (default: 1)"),
+        "--grad-accum": dict(type=number(int, 1), default=1, help="sequences per step and group"),
+        "--seed": dict(type=number(int, 0), default=0,
+                       help="of weights and data order (default: 0)")},
+    "the run": {
+        "--eval-every": dict(type=number(int, 0),
+                             help="steps; 0: at the end (default: 200, large: 0)"),
+        "--eval-windows": dict(type=number(int, 1),
+                               help="sequences (default: 32k tokens' worth)"),
+        "--device": dict(choices=("cpu", "cuda"), help="default: cuda where there is one"),
+        "--dtype": dict(choices=("float32", "bfloat16", "float64"),
+                        help="default: bfloat16 on GPUs"),
+        "--timeout": dict(type=number(float, 0, above=True), default=1800,
+                          help="seconds to wait for another rank before giving up (default: 1800)"),
+        "--force": dict(action=SWITCH, default=False, help="run what looks too slow or too large")},
+    "in and out": {
+        "--init": dict(metavar="DIR", help="start from a Llama 3.x or Qwen3 folder"),
+        "--export": dict(metavar="DIR", help="write such a folder at the end"),
+        "--save": dict(metavar="DIR", help="folder for checkpoints, the same one for all ranks"),
+        "--save-every": dict(type=number(int, 0), default=100, help="steps (default: 100); 0: at "
+                             "the end, and on SIGTERM or SIGUSR1"),
+        "--keep": dict(type=number(int, 1), default=2, help="checkpoints that stay (default: 2)"),
+        "--resume": dict(action="store_true", default=False, help="go on from the newest in "
+                         "--save, with the flags of that run unless given anew"),
+        "--sample": dict(type=number(int, 0), default=0, help="tokens to write in the end"),
+        "--prompt": dict(default="\n", help="what they continue"),
+        "--log --log-file": dict(metavar="FILE", help="one JSON object per step (some versions of "
+                                 "torchrun take --log for their own: the longer name helps)"),
+        "--loss-by-position": dict(metavar="FILE", help="picture of the final model, .png or .svg"),
+        "--profile": dict(metavar="DIR", help="traces of one step")},
+    "instead of a run": {
+        "--dry-run": dict(action="store_true", default=False,
+                          help="tell memory and time of a step, without doing it"),
+        "--world": dict(type=number(int, 1), help="ranks to simulate (default: 8)"),
+        "--gpus-per-node": dict(type=number(int, 1), help="ranks that share a host (default: 8)"),
+        "--gpu-mem": dict(type=number(float, 0, above=True), help="GiB of a GPU (default: 80)"),
+        "--host-mem": dict(type=number(float, 0, above=True), help="GiB of a node (default: 2000)"),
+        "--full": dict(action="store_true", default=False,
+                       help="simulate every layer, instead of extending two models"),
+        "--max-ctx": dict(action="store_true", default=False,
+                          help="with --dry-run: the longest context that fits"),
+        "--one-rank-of": dict(type=number(int, 1),
+                              help="measure one rank of so many, on one device"),
+        "--road": dict(action="store_true", default=False,
+                       help="one row per technique, simulated or measured here"),
+        "--json": dict(metavar="FILE", help="with --road, --one-rank-of: write the figures"),
+        "--plot": dict(metavar="FILE", help="with --road: draw them, to this .png or .svg")},
+}
+DEFAULTS = {flag.split()[0][2:].replace("-", "_"): how.get("default")
+            for flags in FLAGS.values() for flag, how in flags.items()}
 
-    cuda = args.device == "cuda" or args.device is None and (
-        args.dry_run or torch.cuda.is_available())
-    tiny = not args.init and (args.model or ("llama3-8b" if cuda else "tiny")) == "tiny"
+
+def read_flags(argv=None):
+    """What is said on the command line, and nothing else: {name: value}."""
+    parser = Parser(prog="train.py", description=__doc__.split("\n")[0], allow_abbrev=False,
+                    argument_default=argparse.SUPPRESS)
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for flag, how in flags.items():
+            group.add_argument(*flag.split(),
+                               **{key: value for key, value in how.items() if key != "default"})
+    return vars(parser.parse_args(argv))
+
+
+def extra(name, flag=None):
+    """The module extras.`name`, which `flag` needs. Without a flag: None if the folder is gone."""
+    try:
+        return import_module(f"extras.{name}")
+    except ModuleNotFoundError as error:
+        if not error.name.startswith("extras"):
+            raise
+    if flag:
+        raise BadInput(f"{flag} needs the folder extras, which is not here")
+
+
+# 2. Settings --------------------------------------------------------------------------------------
+# Everything that flags, files and this machine decide is decided once, before any other rank is
+# asked, and never changed. `at` makes other settings, for instance of another length.
+
+SWITCHES = [field.name for field in fields(Recipe) if field.name != "group"]  # each is a flag
+
+
+@dataclass(frozen=True)
+class Machine:
+    cuda: bool
+    card: float  # bytes of a GPU; on a CPU, of a rank's part of the memory
+    host: float  # bytes of a host
+    ranks: int   # of this job that share a host
+
+
+class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine", "codec",
+                                        "saved"], frozen=True)):
+    """All flags, and what follows from them.
+
+    config, recipe: GPTConfig and Recipe. The flags of a recipe stay as they were given, None where
+    it is left to the machine. The recipe's group comes when the ranks have met
+    cp, world: ranks that share a sequence, and all ranks; machine: a Machine
+    codec: Bytes, or a Tokenizer of extras/text.py
+    saved: run.json of the checkpoint to go on from, or None"""
+
+    def at(self, **changes):
+        """Settings with other flags, the recipe fitted to them anew."""
+        new = replace(self, **changes)
+        wanted = {name: getattr(new, name) for name in SWITCHES}
+        return replace(new, recipe=fit_recipe(wanted, new.config, new.machine, new.ctx, new.cp,
+                                              new.dtype))
+
+    @property
+    def length(self):
+        return write_length(self.ctx)
+
+    def meet(self, device, whole=False):
+        return meet(self.cp, device, whole)
+
+    def assemble(self, job):
+        """(model, optimizer) as in the middle of a run: AdamW's moments exist."""
+        model, optimizer = build(self, job)
+        make_moments(model, optimizer)
+        return model, optimizer
+
+    def switches(self):
+        return ", ".join(f"{name} {getattr(self.recipe, name)}" for name in SWITCHES)
+
+    def parameters(self):
+        with torch.device("meta"):
+            return sum(p.numel() for p in GPT(self.config).parameters())
+
+    def forward_flops(self):
+        """(attention, rest) of one sequence's forward pass; 2 FLOPs per multiply-add."""
+        c, d, ctx = self.config, self.config.head_dim, self.ctx
+        attention = c.n_layers * 2 * ctx**2 * c.n_heads * d  # Q K^T and P V, S x S, half masked
+        block = 2 * c.dim * (c.n_heads + c.n_kv_heads) * d + 3 * c.dim * c.ffn_dim
+        return attention, 2 * ctx * (c.n_layers * block + c.vocab_size * c.dim)
+
+    def backward_passes(self):
+        """(attention, rest): the backward pass in units of forward passes, recomputation
+        included."""
+        again = self.recipe.checkpoint > 0
+        attention = 2.5 + (again and not self.recipe.keep_attention)  # flash: 5 products, not 2
+        return attention, 2 + again
+
+    def step_flops(self):
+        """FLOPs of one sequence's forward and backward pass, recomputation included."""
+        return sum(flops * (1 + n) for flops, n in zip(self.forward_flops(),
+                                                       self.backward_passes()))
+
+
+def fit_recipe(wanted, config, machine, ctx, cp, dtype):
+    """The Recipe of the switches that are wanted; a None among them as it suits this machine."""
+    switches = dict(wanted)
 
     def default(name, value):
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    default("device", "cuda" if cuda else "cpu")
+        if switches[name] is None:
+            switches[name] = value
+    # Keeping x and attention's output of every block is the fastest, where the host has room.
+    width = config.n_layers * (config.dim + config.n_heads * config.head_dim)
+    kept = width * getattr(torch, dtype).itemsize * ctx / cp * machine.ranks
+    room = not machine.cuda or switches["keep_attention"] or kept < 0.9 * machine.host
+    default("checkpoint", 1 if room else 4)
+    textbook = switches["checkpoint"] == 0
+    default("attention", ("plain" if cp == 1 else "ulysses") if textbook else "upipe")
+    default("keep_attention", switches["checkpoint"] == 1)
+    default("offload", machine.cuda and switches["checkpoint"] >= 1)
+    # Below a million tokens a stage of attention is too short to hide the reading.
+    default("stream", switches["offload"] and ctx >= 2**20)
+    default("tile", 0 if textbook else 4096 if machine.cuda else 128)
+    return Recipe(**switches)
+
+
+def launched():
+    """(rank, world, rank on this machine, ranks on this machine) as torchrun says, or alone."""
+    names = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+    return tuple(int(os.environ.get(name, default)) for name, default in names.items())
+
+
+def with_defaults(flags):
+    """The flags, with values for those that depend on model, device or another flag."""
+    flags = dict(flags)
+
+    def default(name, value):
+        if flags[name] is None:
+            flags[name] = value
+    default("device", "cuda" if flags["dry_run"] or torch.cuda.is_available() else "cpu")
+    cuda = flags["device"] == "cuda"
+    default("model", flags["init"] or ("llama3-8b" if cuda else "tiny"))
+    tiny = flags["model"] == "tiny"
     default("dtype", "bfloat16" if cuda else "float32")
-    default("model", args.init or ("tiny" if tiny else "llama3-8b"))
     default("ctx", 512 if tiny else 128 * 1024)
-    default("tile", 4096 if cuda else 128)
     default("steps", 600 if tiny else 100)
     default("lr", 2e-3 if tiny else 3e-4)
-    default("warmup", args.steps // 20)
-    default("min_lr", args.lr / 10)
+    default("warmup", flags["steps"] // 20)
+    default("min_lr", flags["lr"] / 10)
     default("eval_every", 200 if tiny else 0)
-    default("eval_windows", max(1, 2**15 // args.ctx))
-    return args
+    default("eval_windows", max(1, 2**15 // flags["ctx"]))
+    here = 8 if flags["dry_run"] else launched()[1]
+    flags["world"] = flags["one_rank_of"] or flags["world"] or here
+    default("cp", flags["world"])
+    return flags
 
 
-# 2. Ranks and groups ------------------------------------------------------------------------------
+def check_machine(flags):
+    """Refuse what the ranks or the GPUs of this machine cannot be."""
+    world, cp, local_world = flags["world"], flags["cp"], launched()[3]
+    if world % cp:
+        legal = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise BadInput(f"--cp {cp} does not divide the {world} ranks of this job: use {legal}")
+    if flags["dry_run"] or flags["device"] != "cuda":
+        return
+    if local_world > torch.cuda.device_count():
+        raise BadInput(f"--device cuda: {local_world} ranks on this machine, and PyTorch finds "
+                       f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
+    old = torch.cuda.get_device_capability(launched()[2]) < (8, 0)
+    if flags["dtype"] == "bfloat16" and old:
+        flags["dtype"] = "float32"
+        if launched()[0] == 0:
+            print("notice    this GPU does not compute in bfloat16: float32 instead")
+
+
+def find_machine(flags):
+    """The memory of this machine, or of the one that --dry-run is to think of."""
+    cuda, here = flags["device"] == "cuda", 8 if flags["dry_run"] else launched()[3]
+    if cuda and flags["dry_run"]:
+        host, card = 2000 * GIB, 80 * GIB
+    else:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        card = host / here
+        if cuda:
+            card = torch.cuda.get_device_properties(launched()[2]).total_memory
+    card = flags["gpu_mem"] * GIB if flags["gpu_mem"] else card
+    host = flags["host_mem"] * GIB if flags["host_mem"] else host
+    return Machine(cuda, card, host, min(flags["world"], flags["gpus_per_node"] or here))
+
+
+class Bytes:
+    """The tokenizer that needs no file: a text is its bytes."""
+    size, begin = 256, []
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def find_codec(flags):
+    beside = Path(flags["init"] or "") / "tokenizer.json"
+    if flags["tokenizer"] or flags["init"] and beside.exists():
+        return extra("text", "--tokenizer").Tokenizer(flags["tokenizer"] or beside)
+    return Bytes()
+
+
+def choose_model(flags, saved, codec):
+    """The GPTConfig that flags, --init or a checkpoint ask for."""
+    if saved:
+        for name in FIXED:
+            if flags[name] != saved["flags"][name]:
+                raise BadInput(f"--{name} was {saved['flags'][name]} in {saved['path']}, and a run "
+                               "keeps it: to start another one from its weights, --export them "
+                               "and --init")
+        return GPTConfig(**saved["config"])
+    name = flags["model"]
+    if flags["init"]:
+        config = extra("hf", "--init").read_config(flags["init"])
+    else:
+        config = replace(PRESETS[name], n_layers=flags["layers"] or PRESETS[name].n_layers)
+        if name == "tiny":
+            config = replace(config, vocab_size=codec.size)
+    if codec.size > config.vocab_size and (flags["sample"] or type(codec) is not Bytes):
+        raise BadInput(f"{name} has {config.vocab_size} tokens, its tokenizer {codec.size}")
+    return config
+
+
+def make_settings(argv=None):
+    """Settings, or BadInput: from flags, files and this machine, but no other rank."""
+    given = read_flags(argv)
+    saved = find_checkpoint(given.get("save")) if given.get("resume") else None
+    if not saved and given.get("init") and (given.get("model") or given.get("layers")):
+        raise BadInput("--init says what the model is: leave --model and --layers out")
+    flags = with_defaults({**DEFAULTS, **remembered(saved), **given})
+    check_machine(flags)
+    codec = find_codec(flags)
+    config = choose_model(flags, saved, codec)
+    if flags["kernel"] not in ("auto", *upipe.KERNELS):
+        extra("kernels", f"--kernel {flags['kernel']}")
+    settings = Settings(**flags, config=config, recipe=None, machine=find_machine(flags),
+                        codec=codec, saved=saved).at()  # fits the recipe
+    settings.recipe.check(config, settings.cp)
+    return settings
+
+
+def refuse_early(settings):
+    """What can be known to go wrong in the end, before anything begins."""
+    if settings.save and not settings.resume and checkpoints(settings.save):
+        raise BadInput(f"--save {settings.save} has checkpoints already: --resume, or another "
+                       "folder")
+    if settings.export and Path(settings.export).exists():
+        raise BadInput(f"--export {settings.export} exists already")
+    if settings.task == "recall":
+        extra("recall", "--task recall")
+        small = settings.config.vocab_size < 256 or settings.ctx < 8
+        if small or settings.docs is not None:
+            raise BadInput("--task recall needs a vocabulary of 256, a --ctx of 8, and no --docs")
+    for name, module, package in NEEDS:
+        if getattr(settings, name):
+            flag = "--" + name.replace("_", "-")
+            extra(module, flag)
+            if package:
+                import_module("extras").need(package, flag)
+
+
+NEEDS = (  # flag, the module of extras that it needs, and a package
+    ("dry_run", "memory", None), ("road", "road", None), ("one_rank_of", "road", None),
+    ("profile", "road", None), ("sample", "text", None), ("init", "hf", "safetensors"),
+    ("export", "hf", "safetensors"), ("loss_by_position", "road", "matplotlib"),
+    ("plot", "road", "matplotlib"))
+
+
+# 3. Ranks and groups ------------------------------------------------------------------------------
+# A rank that stops alone leaves the others in a collective until the time-out. So what one rank
+# alone can see (its file, its tokens, its loss) travels with a sum that is needed anyway, of label
+# counts or of losses. All ranks stop together and report the lowest failing rank's message.
 
 
 @dataclass
@@ -218,77 +474,78 @@ class Job:
         if self.rank == 0:
             print(text, flush=True)
 
+    def agree(self, fault, value=0.0):
+        """The sum of `value` over all ranks; if any has a fault (a text), BadInput on every one."""
+        total = torch.tensor([fault is not None, value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        faults, value = total.tolist()
+        if faults:
+            texts = [None] * self.world
+            dist.all_gather_object(texts, fault)
+            raise BadInput(next(text for text in texts if text is not None))
+        return value
 
-def launched():
-    """(rank, world, rank on this machine, ranks on this machine) as torchrun says, or alone."""
-    names = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
-    return tuple(int(os.environ.get(name, default)) for name, default in names.items())
+    def together(self, work):
+        """Run work() -> (result, number) on every rank: this rank's result, the sum of numbers."""
+        result, number, fault = None, 0, None
+        try:
+            result, number = work()
+        except BadInput as error:
+            fault = str(error)
+        return result, self.agree(fault, number)
+
+    def on_rank_0(self, work):
+        """Let rank 0 do it, and all wait until it is done."""
+        if self.rank == 0:
+            work()
+        dist.barrier()
+
+    def peak_flops(self, dtype):
+        """(name of the card, its dense bfloat16 FLOP/s), or (name, None) where that is unknown."""
+        if self.device.type != "cuda":
+            return "this CPU", None
+        card = torch.cuda.get_device_name(self.device)
+        known = (f for name, f in PEAK_FLOPS.items() if name in card and dtype == "bfloat16")
+        return card, next(known, None)
 
 
-def join(args):
-    """Meet the other ranks. What can be refused without them has been refused before."""
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16
+
+
+def join(settings):
+    """Meet the other ranks -> Job. What can be refused without them has been refused before."""
     rank, world, local_rank, local_world = launched()
-    world, cuda = args.one_rank_of or world, args.device == "cuda"
+    cuda = settings.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     elif local_world > 1:  # threads of several ranks on one core slow all of them down
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
-    timeout = timedelta(seconds=min(args.timeout, 1e8))
+    if settings.one_rank_of:
+        extra("memory", "--one-rank-of").pretend(settings.world)
+        return meet(settings.cp, device)
+    timeout = timedelta(seconds=min(settings.timeout, 1e8))
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if world == 1 else {}
-    if args.one_rank_of:
-        pretend(world)
-        return meet(args, world, device)
     # With --offload-params gradients are on the CPU, and so is the sum that makes their norm.
-    both = cuda and args.offload_params
+    both = cuda and settings.offload_params
     backend = "cpu:gloo,cuda:nccl" if both else "nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=timeout,
                             device_id=device if cuda and not both else None, **alone)
-    job = meet(args, world, device)
+    job = meet(settings.cp, device)
     job.group.set_timeout(timeout)  # a new group does not inherit it
     return job
 
 
-def pretend(world):
-    """Be rank 0 of `world` ranks of which the others are not there: collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+def meet(cp, device, whole=False):
+    """The Job of a process whose ranks have met: cp of them share a sequence.
 
-
-def meet(args, world, device):
-    """The groups of a job whose processes have met."""
-    mesh = init_device_mesh(device.type, (world // args.cp, args.cp), mesh_dim_names=("dp", "cp"))
+    whole: every rank has the whole model, by FSDP over groups of one."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (world // cp, cp), mesh_dim_names=("dp", "cp"))
+    everyone = init_device_mesh(device.type, (world, 1), mesh_dim_names=("all", "one"))
     dp_rank, cp_rank = mesh.get_coordinate()
-    return Job(dist.get_rank(), world, device, world // args.cp, dp_rank, args.cp, cp_rank,
-               mesh["cp"].get_group(), init_device_mesh(device.type, (world,)))
-
-
-# 3. Stopping together -----------------------------------------------------------------------------
-# A rank that stops alone leaves the others in a collective until the time-out. So what one rank
-# alone can see (its file, its tokens, its loss) travels with a sum that is needed anyway, of label
-# counts or of losses. All ranks stop at the same place, with the words of the first that had cause.
-
-
-def agree(job, fault, value=0.0):
-    """The sum of `value` over all ranks; if any has a fault (a text), BadInput on every rank."""
-    total = torch.tensor([fault is not None, value], dtype=torch.float64, device=job.device)
-    dist.all_reduce(total)
-    faults, value = total.tolist()
-    if faults:
-        texts = [None] * job.world
-        dist.all_gather_object(texts, fault)
-        raise BadInput(next(text for text in texts if text is not None))
-    return value
-
-
-def together(job, work):
-    """Run work() -> (result, number) on every rank: this rank's result, and the sum of numbers."""
-    result, number, fault = None, 0, None
-    try:
-        result, number = work()
-    except BadInput as error:
-        fault = str(error)
-    return result, agree(job, fault, number)
+    return Job(dist.get_rank(), world, device, world // cp, dp_rank, cp, cp_rank,
+               mesh["cp"].get_group(), everyone["one" if whole else "all"])
 
 
 # 4. Data ------------------------------------------------------------------------------------------
@@ -320,6 +577,13 @@ class Tokens:
                                    f"the vocabulary of {self.vocab} (another integer width?)")
                 ids[begin + a - start:begin + b - start] = found
         return ids
+
+    def window(self, start, ctx, cp, cp_rank, docs=None):
+        """A rank's slice of the window at `start`: inputs, labels and, with docs, where documents
+        start."""
+        if docs is None:
+            return read_slice(self, start, ctx, cp, cp_rank)
+        return read_documents(self, start, ctx, cp, cp_rank, docs)
 
 
 def open_file(path, vocab):
@@ -364,7 +628,7 @@ def open_data(data, vocab, ctx, tokenizer=None):
     try:
         paths = find_files(data)
         if tokenizer and not any(path.suffix in (".bin", ".npy") for path in paths):
-            parts = tokenize(paths, tokenizer)
+            parts = extra("text", "--tokenizer").tokenize(paths, tokenizer)
         else:
             parts = [open_file(path, vocab) for path in paths]
     except OSError as error:
@@ -379,8 +643,8 @@ def open_data(data, vocab, ctx, tokenizer=None):
         valid = [part[len(part) * 9 // 10:] for part in parts]
     train, valid = Tokens(train, vocab), Tokens(valid, vocab)
     if len(train) < ctx + 1 or len(valid) < 2:
-        raise BadInput(f"--data {name}: --ctx {write_ctx(ctx)} needs {ctx + 1} tokens to train on "
-                       f"and 2 to validate with, here are {len(train)} and {len(valid)}")
+        raise BadInput(f"--data {name}: --ctx {write_length(ctx)} needs {ctx + 1} tokens to "
+                       f"train on and 2 to validate with, here are {len(train)} and {len(valid)}")
     return train, valid
 
 
@@ -422,53 +686,12 @@ def read_documents(tokens, start, ctx, cp, cp_rank, separator):
     return inputs, labels, docs
 
 
-class Recall:
-    """A row of windows, made on demand, each like a form: pairs of a key and one of its 16 values,
-    a long stretch of noise, and at the end each key once more, whose value is to be said. With two
-    ranks and more, pairs and questions are on different ranks: only attention gets there."""
-    KEYS, VALUES = 12, 16  # tokens: the keys, the values of each key, and noise up to 255
-    CHANCE = math.log(VALUES)
-
-    def __init__(self, seed, ctx, windows):
-        self.seed, self.ctx, self.windows = seed, ctx, windows
-        self.pairs = min(self.KEYS, ctx // 8)
-
-    def __len__(self):
-        return self.windows * self.ctx + 1
-
-    def slice(self, start, cp, cp_rank):
-        """As read_slice. Any rank makes any part of any window, without the rest of it."""
-        rng, n = np.random.default_rng([self.seed, start]), self.pairs
-        keys = rng.permutation(self.KEYS)[:n]
-        values = self.KEYS + self.VALUES * keys + rng.integers(self.VALUES, size=n)
-        pairs = np.stack((keys, values), axis=1)
-        asked = rng.permutation(pairs)
-        s, noise = -(-self.ctx // cp), self.KEYS * (1 + self.VALUES)
-        at = np.arange(s) + cp_rank * s
-        inputs = noise + ((at + start) * 2654435761 >> 16) % (256 - noise)
-        labels = np.full(s, IGNORE)
-        for begin, what in ((0, pairs), (self.ctx - 2 * n, asked)):
-            here = (at >= begin) & (at < begin + 2 * n)
-            inputs[here] = what.ravel()[at[here] - begin]
-        question = (at >= self.ctx - 2 * n) & (at < self.ctx) & ((self.ctx - at) % 2 == 0)
-        question &= start < len(self) - 1  # beyond the last window nothing is asked
-        labels[question] = asked[(at[question] - self.ctx) // 2, 1]
-        return torch.from_numpy(inputs), torch.from_numpy(labels)
-
-
-def load(job, tokens, starts, ctx, docs=None):
+def read_windows(job, tokens, starts, ctx, docs=None):
     """This rank's slices of windows, and the number of labels in all windows of all ranks."""
-    def read(start):
-        if isinstance(tokens, Recall):
-            return tokens.slice(start, job.cp, job.cp_rank)
-        if docs is None:
-            return read_slice(tokens, start, ctx, job.cp, job.cp_rank)
-        return read_documents(tokens, start, ctx, job.cp, job.cp_rank, docs)
-
     def work():
-        batch = [read(start) for start in starts]
+        batch = [tokens.window(start, ctx, job.cp, job.cp_rank, docs) for start in starts]
         return batch, sum(int((labels != IGNORE).sum()) for _, labels, *_ in batch)
-    return together(job, work)
+    return job.together(work)
 
 
 @lru_cache(maxsize=2)
@@ -503,6 +726,45 @@ def bigram_loss(train, valid, starts, ctx):
     return float(np.concatenate([nats[ids[:-1], ids[1:]] for ids in windows]).mean())
 
 
+@dataclass
+class Data:
+    train: Tokens  # or Recall of extras/recall.py
+    valid: Tokens
+    held_out: list  # where the windows start that evaluation sees
+    compare: str    # what a simple method reaches on them, for people
+
+
+def find_data(job, settings):
+    """The Data that --task, --data and the tokenizer say."""
+    ctx, windows, config = settings.ctx, settings.eval_windows, settings.config
+    if settings.task == "recall":
+        Recall = extra("recall", "--task recall").Recall
+        train = Recall(settings.seed, ctx, 2**20)
+        valid = Recall(settings.seed + 2**32, ctx, windows)
+        job.say(f"data      {train.pairs} keys and values at the start of each window, asked for "
+                "at its end")
+        return Data(train, valid, eval_starts(valid, ctx, windows),
+                    f" (chance: {Recall.CHANCE:.3f})")
+    encoded = None if isinstance(settings.codec, Bytes) else settings.codec
+
+    def work():
+        train, valid = open_data(settings.data, config.vocab_size, ctx, encoded)
+        return (train, valid), len(train)
+    if encoded:  # one rank of each machine writes the cache
+        first = launched()[2] == 0
+        job.together(lambda: work() if first else (None, 0))
+    (train, valid), total = job.together(work)
+    same = total == len(train) * job.world
+    job.agree(None if same else f"--data: rank {job.rank} has {len(train)} tokens, others do not")
+    held_out = eval_starts(valid, ctx, windows)
+    job.say(f"data      {settings.data or 'the Python standard library'}: {len(train):,} tokens, "
+            f"and {len(valid):,} to validate: {len(held_out)} windows")
+    compare = ""
+    if job.rank == 0 and config.vocab_size >= 256 and train.parts[0].dtype == np.uint8:
+        compare = f" (bigrams: {bigram_loss(train, valid, held_out, ctx):.3f})"
+    return Data(train, valid, held_out, compare)
+
+
 # 5. Sharding --------------------------------------------------------------------------------------
 
 
@@ -535,201 +797,48 @@ def make_moments(model, optimizer):
     optimizer.zero_grad()
 
 
-def build(config, args, job):
+def build(settings, job):
     """The sharded model and its optimizer. No rank ever holds it whole: meta first, then shards."""
-    dtype = getattr(torch, args.dtype)
+    dtype = getattr(torch, settings.dtype)
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     with torch.device("meta"):
-        model = GPT(config)
+        model = GPT(settings.config)
     torch.set_default_dtype(torch.float32)
-    shard_model(model, job.everyone, dtype, args.offload_params)
-    model.to_empty(device="cpu" if args.offload_params else job.device)
-    model.init_weights(args.seed)
+    shard_model(model, job.everyone, dtype, settings.offload_params)
+    model.to_empty(device="cpu" if settings.offload_params else job.device)
+    model.init_weights(settings.seed)
     gains = [p for p in model.parameters() if p.ndim < 2]  # of norms; decay would pull them to 0
     matrices = [p for p in model.parameters() if p.ndim >= 2]
-    optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=args.weight_decay),
+    optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=settings.weight_decay),
                                    dict(params=gains, weight_decay=0.0)],
-                                  lr=args.lr, betas=(0.9, 0.95), fused=True)
+                                  lr=settings.lr, betas=(0.9, 0.95), fused=True)
     return model, optimizer
 
 
-# Which attention kernel is fastest depends on the card, the head size and what is installed, and a
-# wrong one trains on in silence. So candidates are tried on a small input, against the formula.
-
-PACKAGES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface", "flash-attn": "flash_attn"}
+# 6. A step ----------------------------------------------------------------------------------------
 
 
-def kernel_error(name, u, n, d, dtype, device, S=200):
-    """Why kernel `name` cannot be used for stages of u query and n kv heads, or None."""
-    draw = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(S, heads, d, generator=draw).to(device, dtype)
-                   for heads in (u, n, n, u))
-    try:
-        o, lse = upipe.flash_forward(q, k, v, name)
-        grads = upipe.flash_backward(do, q, k, v, o, lse, name)
-    except Exception as error:  # whatever a kernel throws at what it cannot do
-        return str(error).split("\n")[0]
-    inputs = [x.double().cpu().requires_grad_() for x in (q, k, v)]
-    q, k, v = inputs[0], *(x.repeat_interleave(u // n, dim=1) for x in inputs[1:])
-    scores = torch.einsum("ihd,jhd->hij", q, k) / d**0.5
-    scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
-    right = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
-    rights = right, *torch.autograd.grad(right, inputs, do.double().cpu())
-    # Rounding of inputs and outputs, and of products within the kernel: bfloat16's in bfloat16, and
-    # on tensor cores float32's in three of 11 bits.
-    limit = (64 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps
-    for what, x, y in zip(("output", "dq", "dk", "dv"), (o, *grads), rights):
-        error = ((x.double().cpu() - y).norm() / y.norm()).item()
-        if not error <= limit:
-            return f"its {what} is wrong by {error:.1e}, allowed is {limit:.1e}"
-
-
-def choose_kernel(config, args, job, recipe):
-    """The kernel to use: --kernel, or of those that are installed and right, the fastest here.
-
-    Rank 0 decides. Raises BadInput if the kernel asked for cannot be used."""
-    auto = recipe.kernel == "auto"
-    # cuDNN prepares itself for each length anew, and there is one that it does not take: 1.
-    own = ["torch"] if args.sample or args.docs is not None else ["cudnn", "torch"]
-    names = [recipe.kernel] if not auto else ["cpu"] if job.device.type == "cpu" else (
-        [name for name, package in PACKAGES.items() if installed(package)] + own
-        if args.dtype == "bfloat16" else ["efficient"])
-    queries, kvs = upipe.stages(config.n_heads, config.n_kv_heads, job.cp,
-                                recipe.stage_heads(config, job.cp))[0][::-1]
-    sizes = queries[0].stop, kvs.stop, config.head_dim, getattr(torch, args.dtype), job.device
-    fault, best = None, [None]
-    if job.rank == 0:
-        errors = {name: kernel_error(name, *sizes) for name in names}
-        for name, error in errors.items():
-            if error and auto and name in PACKAGES:
-                job.say(f"notice    kernel {name} is not used: {error}")
-        right = [name for name in names if errors[name] is None]
-        best = [min(right, key=lambda name: kernel_seconds(name, *sizes)) if len(right) > 1
-                else right[0] if right else None]
-        fault = None if right else f"kernel {names[-1]} cannot be used here: {errors[names[-1]]}"
-    agree(job, fault)
-    dist.broadcast_object_list(best, src=0)
-    return best[0]
-
-
-def installed(package):
-    try:
-        return find_spec(package) is not None
-    except ImportError:  # find_spec("a.b") imports a
-        return False
-
-
-def kernel_seconds(name, u, n, d, dtype, device, S=8192):
-    """Seconds that kernel `name` takes forward and backward over S tokens."""
-    q, k, v = (torch.randn(S, heads, d, device=device, dtype=dtype) for heads in (u, n, n))
-    for _ in range(2 if S > 2**17 else 4):  # the last one counts
-        synchronize(device)
-        begin = time.perf_counter()
-        o, lse = upipe.flash_forward(q, k, v, name)
-        upipe.flash_backward(o, q, k, v, o, lse, name)
-        synchronize(device)
-        seconds = time.perf_counter() - begin
-    return seconds
-
-
-def synchronize(device):
-    """Wait for all that the device was given to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-# 6. The plan --------------------------------------------------------------------------------------
-# What a job costs, by arithmetic, before it costs anything.
-
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16
-
-
-def forward_flops(config, ctx):
-    """(attention, rest) of one sequence's forward pass; 2 FLOPs per multiply-add."""
-    c, d = config, config.head_dim
-    attention = c.n_layers * 2 * ctx**2 * c.n_heads * d  # Q K^T and P V, each S x S, half masked
-    block = 2 * c.dim * (c.n_heads + c.n_kv_heads) * d + 3 * c.dim * c.ffn_dim
-    return attention, 2 * ctx * (c.n_layers * block + c.vocab_size * c.dim)
-
-
-def backward_passes(recipe):
-    """(attention, rest): the backward pass in units of forward passes, recomputation included."""
-    again = recipe.checkpoint > 0
-    return 2.5 + (again and not recipe.keep_attention), 2 + again  # flash: 5 products instead of 2
-
-
-def step_flops(config, ctx, recipe):
-    """FLOPs of one sequence's forward and backward pass, recomputation included."""
-    return sum(flops * (1 + n) for flops, n in zip(forward_flops(config, ctx),
-                                                   backward_passes(recipe)))
-
-
-def count_parameters(config):
-    with torch.device("meta"):
-        return sum(p.numel() for p in GPT(config).parameters())
-
-
-def write_ctx(ctx):
-    units = ((2**20, "m"), (2**10, "k"), (1, ""))
-    return next(f"{ctx // unit}{name}" for unit, name in units if ctx % unit == 0)
-
-
-def brief(n, units=((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))):
-    return next((f"{n / unit:.3g}{name}" for unit, name in units if n >= unit), f"{n:.3g}")
-
-
-def duration(seconds):
-    units = ((86400, "days"), (3600, "hours"), (60, "minutes"))
-    return next((f"{seconds / unit:,.0f} {name}" for unit, name in units if seconds >= 2 * unit),
-                f"{seconds:.1f} seconds")
-
-
-def print_plan(config, args, job, recipe):
-    c, sequences = config, args.grad_accum * job.dp
-    attention, rest = (3 * sequences * flops for flops in forward_flops(c, args.ctx))
+def print_plan(settings, job):
+    c, recipe, sequences = settings.config, settings.recipe, settings.grad_accum * job.dp
+    attention, rest = (3 * sequences * flops for flops in settings.forward_flops())
     U = recipe.stage_heads(c, job.cp)
     n = sum(len(queries) for _, queries in stages(c.n_heads, c.n_kv_heads, job.cp, U))
     on = [name for name in ("keep_attention", "offload", "stream") if getattr(recipe, name)]
-    job.say(f"model     {args.model}: {brief(count_parameters(c))} parameters, {c.n_layers} layers "
-            f"of width {c.dim}, {c.n_heads} heads and {c.n_kv_heads} kv heads of {c.head_dim}, "
-            f"{args.dtype}\n"
-            f"context   {args.ctx:,} tokens over {job.cp} of {job.world} {job.device.type} ranks\n"
+    size = tqdm.format_sizeof
+    job.say(f"model     {settings.model}: {size(settings.parameters())} parameters, {c.n_layers} "
+            f"layers of width {c.dim}, {c.n_heads} heads and {c.n_kv_heads} kv heads of "
+            f"{c.head_dim}, {settings.dtype}\n"
+            f"context   {settings.ctx:,} tokens over {job.cp} of {job.world} {job.device.type} "
+            f"ranks\n"
             f"recipe    {recipe.attention}, stages per layer: {n}, heads per stage: {U}, "
             f"kernel {recipe.kernel}, tile {recipe.tile or 'off'}, "
             f"checkpoint {recipe.checkpoint}{', '.join(['', *on])}\n"
-            f"work      {sequences} x {args.ctx:,} tokens, {brief(attention + rest)} FLOPs: "
-            f"{brief(attention)} in attention, {brief(rest)} in the rest (recomputation apart)")
+            f"work      {sequences} x {settings.ctx:,} tokens, {size(attention + rest)} FLOPs: "
+            f"{size(attention)} in attention, {size(rest)} in the rest (recomputation apart)")
     gpus = torch.cuda.device_count() if job.device.type == "cuda" else 1
     if gpus > job.world == 1:
         job.say(f"notice    one process uses one of the {gpus} GPUs of this machine; all of them:  "
                 f"torchrun --nproc-per-node={gpus} {shlex.join(sys.argv)}")
-
-
-def too_slow(config, args, recipe):
-    """Why this should not start on a CPU, or None. Times a matrix product for 0.1 s."""
-    a, runs, begin = torch.randn(1024, 1024), 0, time.perf_counter()
-    while (spent := time.perf_counter() - begin) < 0.1:
-        a @ a
-        runs += 1
-    rate = args.world * runs * 2 * 1024**3 / spent
-
-    def seconds(ctx):
-        sequences = args.grad_accum * args.world // args.cp
-        return sequences * step_flops(config, ctx, recipe) / rate
-    here, ctx = seconds(args.ctx), 2 ** (args.ctx.bit_length() - 1)
-    if here > 10:
-        print(f"notice    on this CPU ({brief(rate)} FLOP/s) a step takes {duration(here)} or "
-              f"more, {args.steps} steps {duration(args.steps * here)}", flush=True)
-    if here <= 600:
-        return None
-    while seconds(ctx) > 10 and ctx > 256:
-        ctx //= 2
-    hope = f"--ctx {write_ctx(ctx)} ({duration(seconds(ctx))} a step)"
-    return (f"a step at --ctx {write_ctx(args.ctx)} takes {duration(here)} or more on this CPU: "
-            f"run {hope if seconds(ctx) <= 10 else '--model tiny'}, take GPUs or --force")
-
-
-# 7. A step ----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -754,12 +863,12 @@ def progress_bar(job, model, title, total):
             model.progress = silent
 
 
-def learning_rate(args, step):
+def learning_rate(settings, step):
     """Linear warm-up to lr, then half a cosine down to min_lr at the last step."""
-    if step < args.warmup:
-        return args.lr * (step + 1) / args.warmup
-    done = (step - args.warmup) / max(1, args.steps - 1 - args.warmup)
-    return args.min_lr + (args.lr - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    if step < settings.warmup:
+        return settings.lr * (step + 1) / settings.warmup
+    done = (step - settings.warmup) / max(1, settings.steps - 1 - settings.warmup)
+    return settings.min_lr + (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done)) / 2
 
 
 def train_step(job, model, optimizer, batch, total, recipe, grad_clip, step):
@@ -775,7 +884,7 @@ def train_step(job, model, optimizer, batch, total, recipe, grad_clip, step):
         loss += share.detach()
     loss = loss.item()
     fault = f"step {step}: the loss of rank {job.rank} is {loss}, nothing was updated"
-    loss = agree(job, None if math.isfinite(loss) else fault, loss)
+    loss = job.agree(None if math.isfinite(loss) else fault, loss)
     # The norm is taken over the shards of all ranks: one number, so one decision, on every rank.
     parameters = [p for p in model.parameters() if p.grad is not None]  # the others are frozen
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor()
@@ -787,740 +896,23 @@ def train_step(job, model, optimizer, batch, total, recipe, grad_clip, step):
     return loss, norm.item()
 
 
-@torch.no_grad()
-def evaluate(job, model, tokens, starts, ctx, recipe, docs=None):
-    """Mean loss over the windows at `starts`, by the same call as in training.
+def read_held_out(job, data, settings):
+    """read_windows of all windows that evaluation sees. The groups share them. One that has fewer
+    than the others joins in with an empty one, past the data's end: all make the same calls."""
+    starts = data.held_out + [len(data.valid)] * (-len(data.held_out) % job.dp)
+    return read_windows(job, data.valid, starts[job.dp_rank::job.dp], settings.ctx, settings.docs)
 
-    The groups share the windows; one that has fewer than the others joins in with an empty one,
-    past the data's end, because all ranks must make the same calls."""
-    starts = starts + [len(tokens)] * (-len(starts) % job.dp)
-    batch, total = load(job, tokens, starts[job.dp_rank::job.dp], ctx, docs)
-    return agree(job, None, sum(
-        model(inputs.to(job.device), labels.to(job.device), recipe, total, *docs).item()
+
+@torch.no_grad()
+def evaluate(job, model, data, settings):
+    """Mean loss over the windows that are held out, by the same call as in training."""
+    batch, total = read_held_out(job, data, settings)
+    return job.agree(None, sum(
+        model(inputs.to(job.device), labels.to(job.device), settings.recipe, total, *docs).item()
         for inputs, labels, *docs in batch))
 
 
-# 8. The dry run -----------------------------------------------------------------------------------
-# The same model, recipe, sharding, optimizer and step, with tensors that have shapes but no memory
-# (FakeTensorMode) and ranks that are not there (the "fake" process group). A meter sees every
-# tensor come and go. There is no second model of the memory: change upipe.py, and the numbers
-# change.
-
-GIB = 2**30
-RESERVED = 3 * GIB  # of a card: CUDA's context, NCCL's buffers, what fragmentation wastes
-UTILISATION = 0.5   # of the peak FLOP/s, for the estimated time
-BETWEEN_STEPS = ("parameters", "gradients", "optimizer")  # kinds that stay from step to step
-
-# What a tensor is, by the innermost of these functions of upipe.py that was at work.
-KINDS = dict(
-    take="stage buffers", attention_forward="attention output", attention_backward="dk and dv",
-    lean_forward="residual stream", fetch="residual stream", backward="residual gradient",
-    own="residual gradient", rotary="rotary tables", token_losses="logits tile",
-    logits="logits tile", __init__="weight gradients", done="weight gradients",
-    flash_forward="kernel outputs", flash_backward="kernel outputs", slab="parked",
-    **dict.fromkeys(("rows", "load", "collect", "do_parts", "heads", "mlp", "tile_grads", "add",
-                     "project_backward", "ulysses_attention", "forward"), "activations"))
-
-
-class Meter(TorchDispatchMode):
-    """Bytes of live storages by kind, and what was there at the peak of each part of a step.
-
-    Slabs of the model's HostStore are host bytes and, with offload_params, so is what FSDP and
-    AdamW hold between steps; all else is on the device. It works on real tensors as on fake
-    ones."""
-
-    def __init__(self, model, offload_params=False):
-        super().__init__()
-        self.model, self.offload_params = model, offload_params
-        self.live = {}                 # storage -> (bytes, kind)
-        self.kinds = defaultdict(int)  # kind -> bytes
-        self.peaks = {}                # part of the step -> (device bytes, kinds, where exactly)
-        self.timeline = []             # (device bytes, kinds), from time to time
-        self.host, self.part, self.last = 0, "forward", len(model.layers) - 1
-
-    def __enter__(self):
-        self.resize = torch.UntypedStorage.resize_
-
-        def resize_(storage, size):  # how FSDP and upipe free memory that is still referred to
-            self.resize(storage, size)
-            self.see(storage)
-            return storage
-        torch.UntypedStorage.resize_ = resize_
-        self.silent, self.model.progress = self.model.progress, self.progress
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        torch.UntypedStorage.resize_, self.model.progress = self.resize, self.silent
-        return super().__exit__(*error)
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # its local tensors will come by
-        out = op(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                self.see(x.untyped_storage(), x.dim())
-        return out
-
-    def see(self, storage, dims=1):
-        old, kind = self.live.get(storage._cdata, (0, None))
-        if kind is None:
-            kind = kind_of(sys._getframe(2), dims)
-            weakref.finalize(storage, self.gone, storage._cdata)
-        self.live[storage._cdata] = storage.nbytes(), kind
-        self.kinds[kind] += storage.nbytes() - old
-        if storage.nbytes() > old:
-            self.note()
-
-    def gone(self, key):
-        size, kind = self.live.pop(key)
-        self.kinds[kind] -= size
-
-    def name(self, tensors, kind):
-        """Say what tensors are that existed before the meter, or that FSDP made."""
-        for x in tensors:
-            storage = (x.to_local() if isinstance(x, DTensor) else x).untyped_storage()
-            self.see(storage)
-            size, old = self.live[storage._cdata]
-            self.live[storage._cdata] = size, kind
-            self.kinds[old] -= size
-            self.kinds[kind] += size
-
-    def progress(self, layer, way):
-        """The model's hook: which part of the step comes next."""
-        if way == "backward":
-            self.name((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
-            self.part = {0: "the end", 1: "the first block"}.get(layer, "a block in between")
-        elif way == "forward" and layer == self.last:
-            self.part = "head and last block"
-        self.silent(layer, way)
-
-    def device_bytes(self):
-        on_host = sum(self.kinds[kind] for kind in BETWEEN_STEPS) if self.offload_params else 0
-        return sum(self.kinds.values()) - self.model.store.slab_bytes - on_host
-
-    def note(self):
-        now = self.device_bytes()
-        self.host = max(self.host, self.model.store.slab_bytes)
-        if now > self.peaks.get(self.part, (0,))[0]:
-            self.peaks[self.part] = now, dict(self.kinds), place(sys._getframe(3))
-        if not self.timeline or abs(now - self.timeline[-1][0]) > now / 50:
-            self.timeline.append((now, dict(self.kinds)))
-
-
-def kind_of(frame, dims):
-    while frame:
-        path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if path == upipe.__file__ or name == "workspace":
-            if name == "land":  # x or attention's output, on their way back
-                return "attention output" if dims == 3 else "residual stream"
-            if name in KINDS or name == "workspace":
-                return KINDS.get(name, "kernel workspace")
-        elif "/fsdp/" in path:
-            return "gradient reduction" if "reduce" in name else "gathered weights"
-        elif "/optim/" in path:
-            return "optimizer"
-        frame = frame.f_back
-    return "gradients in autograd"
-
-
-def place(frame):
-    """Where in upipe.py a frame is, for people: block, direction, stage, function."""
-    names, block, stage = [], None, None
-    while frame:
-        if frame.f_code.co_filename == upipe.__file__:
-            names.append(frame.f_code.co_name)
-            local = frame.f_locals
-            if "mine" in local and "kv" in local:
-                stage = f"stage of query heads {local['mine'].start} to {local['mine'].stop - 1}"
-            index = getattr(local.get("ctx", local.get("self")), "index", None)
-            block = block or (None if index is None else f"block {index}")
-            if isinstance(local, dict):  # before Python 3.13 a copy that the frame keeps: tensors
-                local.clear()            # would outlive their last use in it, and be counted
-        frame = frame.f_back
-    way = "backward" if "backward" in names else "forward"
-    return ", ".join(x for x in (block, way, stage, *names[:1]) if x) if names else "in autograd"
-
-
-def simulated_kernel():
-    """FlashAttention-2 on CUDA, as far as memory goes: its outputs and its workspace."""
-    def forward(q, k, v, edges):
-        return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-    def backward(do, q, k, v, o, lse, edges):
-        def workspace():
-            size = upipe.KERNELS["torch"].workspace(*q.shape[:2], *k.shape[1:])
-            return q.new_empty(size, dtype=torch.uint8)
-        held = workspace()
-        grads = [torch.empty_like(x) for x in (q, k, v)]
-        del held
-        return grads
-    return upipe.Kernel(forward, backward, limit=float("inf"))
-
-
-@contextmanager
-def abridged():
-    """Let upipe walk two tiles of each row of tiles, two stages of each load of keys and values,
-    and two loads: the others take the place of the second and leave nothing behind."""
-    spans, schedule = upipe.tile_spans, upipe.schedule
-    upipe.tile_spans = lambda n, tile: spans(n, tile)[:2]
-    upipe.schedule = lambda p: [(kv, queries[:2]) for kv, queries in schedule(p)[:2]]
-    try:
-        yield
-    finally:
-        upipe.tile_spans, upipe.schedule = spans, schedule
-
-
-def prepare(job, config, args):
-    """Model, optimizer and tokens as in the middle of a run: AdamW's moments exist."""
-    model, optimizer = build(config, args, job)
-    make_moments(model, optimizer)
-    s = -(-args.ctx // job.cp)
-    return model, optimizer, torch.randint(config.vocab_size, (s,), device=job.device)
-
-
-def metered_step(job, config, args, recipe):
-    """Watch one step of a new model -> Meter. On fake tensors or real ones, it is the same.
-
-    The update itself is left out: fused AdamW works in place, in memory that is there by then."""
-    model, optimizer, tokens = prepare(job, config, args)
-    with Meter(model, args.offload_params) as meter:
-        meter.name(model.parameters(), "parameters")
-        moments = [x for state in optimizer.state.values() for x in state.values()]
-        meter.name((x for x in moments if torch.is_tensor(x)), "optimizer")
-        meter.timeline.clear()
-        for _ in range(min(2, args.grad_accum)):
-            model(tokens, tokens, recipe, total=args.ctx).backward()
-    return meter
-
-
-def simulate(config, args, recipe, world, kernel="simulated", pages=abridged):
-    """metered_step of rank 0 of `world`, without memory and without the other ranks."""
-    pretend(world)
-    upipe.KERNELS["simulated"] = (  # without its limit: the verdict names it
-        simulated_kernel() if kernel == "simulated"
-        else upipe.KERNELS[kernel]._replace(limit=math.inf))
-    try:
-        job = meet(args, world, torch.device("cpu"))
-        recipe = replace(recipe, group=job.group, kernel="simulated")
-        with pages(), FakeTensorMode(allow_non_fake_inputs=True):
-            return metered_step(job, config, args, recipe)
-    finally:
-        dist.destroy_process_group()
-
-
-@dataclass
-class Report:
-    """What a step needs on one rank, in bytes."""
-    device: int     # at the peak
-    host: int       # parked, and with --offload-params weights, gradients and AdamW's moments
-    where: str      # the peak: part of the step, and place in upipe.py
-    kinds: dict     # what there was then: kind -> bytes
-    timeline: list  # [(bytes, kinds), ...] over the step
-
-
-def report_of(meter):
-    """The Report of one metered step, as it is."""
-    part, (device, kinds, where) = max(meter.peaks.items(), key=lambda peak: peak[1][0])
-    return Report(device, meter.host, f"{part}: {where}", kinds, meter.timeline)
-
-
-def plan_memory(config, args, recipe, world, full=False):
-    """The Report of one rank of `world`.
-
-    Every block costs the same, so two short models tell what all L layers need: one of a segment
-    and the remainder, one of a segment more. Each part of the step is extended on its own, since
-    the part that peaks at L need not be the one that peaks in a short model."""
-    L, k = config.n_layers, max(1, recipe.checkpoint)
-    few = L % k + k + (k if L % k + k == 1 else 0)
-    kernel = "cpu" if args.device == "cpu" else "simulated"
-    run = lambda n: simulate(replace(config, n_layers=n), args, recipe, world, kernel)
-    if full or L <= few + k:
-        a = b = run(L)
-        times = 0
-    else:
-        a, b = run(few), run(few + k)
-        times = (L - few) // k
-
-    def extend(x, y):
-        return x + times * (y - x)
-    # A block in between is as far from the first as in the longer of the two models.
-    first, between = "the first block", "a block in between"
-    if between in b.peaks and times:
-        (size, kinds, _), (x, xs, _), (y, ys, _) = b.peaks[between], a.peaks[first], b.peaks[first]
-        kinds = {kind: kinds[kind] - ys.get(kind, 0) + xs.get(kind, 0) for kind in kinds}
-        a.peaks[between] = size - y + x, kinds, ""
-    peaks = {part: extend(a.peaks[part][0], b.peaks[part][0]) for part in b.peaks}
-    part = max(peaks, key=peaks.get)
-    (_, first, _), (_, second, where) = a.peaks[part], b.peaks[part]
-    kinds = {kind: extend(first.get(kind, 0), second.get(kind, 0)) for kind in first | second}
-    kinds.pop("parked", None)
-    device, host = peaks[part], extend(a.host, b.host)
-    if args.offload_params:  # FSDP brings one unit's part at a time, and takes its gradients back
-        host += sum(kinds.pop(kind, 0) for kind in BETWEEN_STEPS)
-        ends = config.vocab_size * config.dim
-        blocks = count_parameters(config) - ends * (1 if config.tie_embeddings else 2)
-        unit = 4 * max(ends, blocks // L) // world
-        kinds["weights in transit"] = 2 * unit
-        device += 2 * unit
-    return Report(device, host, f"{part}: {where}", kinds, b.timeline)
-
-
-def shares(config, args, report):
-    """What a job takes of the card, of the host and of a kernel's indices; up to 1 fits."""
-    u = recipe_of(args).stage_heads(config, args.cp) // args.cp
-    call = -(-args.ctx // args.cp) * args.cp * u * config.head_dim  # elements of q: S u d
-    return (report.device / (args.gpu_mem * GIB - RESERVED),
-            report.host * min(args.world, args.gpus_per_node) / (args.host_mem * GIB),
-            call / (2**31 - 1))
-
-
-def verdict(config, args, report):
-    """(fits, text): the report against the card, the host and what a kernel can index."""
-    ranks, parts = min(args.world, args.gpus_per_node), shares(config, args, report)
-    name = "GPU   " if args.device == "cuda" else "memory"
-    texts = (f"{name}    {gib(report.device)} GiB at the peak, "
-             f"{gib(args.gpu_mem * GIB - RESERVED)} usable of {args.gpu_mem:.0f}",
-             f"host      {gib(report.host)} GiB a rank, {gib(report.host * ranks)} a node of "
-             f"{ranks}, of {args.host_mem:,.0f}",
-             f"kernel    {parts[2]:.2f} x 2^31 elements in a call, and its indices end at 1")
-    return max(parts) <= 1, "\n".join(
-        text + (": fits" if part <= 1 else ": does not fit") for text, part in zip(texts, parts))
-
-
-def too_large(config, args, recipe):
-    """Why this job cannot fit, and what would, or None: the dry run, before every run.
-
-    A job that is small beyond doubt is spared the seconds: one that would need less than a quarter
-    of the memory if every block kept a hundred tensors [s, D] in float32 and nothing were
-    sharded."""
-    s, states = -(-args.ctx // args.cp), 16 * count_parameters(config)
-    most = 4 * s * (100 * config.n_layers * config.dim + 10 * config.vocab_size) + states
-    if most < args.gpu_mem * GIB / 4:
-        return None
-    fits, text = verdict(config, args, plan_memory(config, args, recipe, args.world))
-    if fits:
-        return None
-    problem = re.sub(r" +", " ", next(line for line in text.split("\n") if "not fit" in line))
-    longest, _ = longest_context(config, args)
-    hope = f"--ctx {write_ctx(longest.ctx)} would" if longest else "more ranks or --layers 1 may"
-    return (f"{args.model} at --ctx {write_ctx(args.ctx)}: {problem}; {hope}; --dry-run says where "
-            "it goes, --force tries all the same")
-
-
-def gib(size):
-    return f"{size / GIB:,.1f}"
-
-
-def longest_context(config, args):
-    """The longest context that fits, to 64k: (args for it, Report); (None, None) if not even 64k.
-
-    What of the recipe was not asked for is fitted to each length. Memory grows almost linearly, so
-    a line through two simulations tells where to look next. It ends with one that fits and, 64k
-    longer, one that does not."""
-    unit, seen = 64 * 1024, {}
-
-    def needs(n):  # shares for n units
-        if n not in seen:
-            here = copy_of(args, ctx=n * unit, **args.asked)
-            fit_recipe(config, here)
-            seen[n] = here, plan_memory(config, here, recipe_of(here), args.world)
-        return shares(config, *seen[n])
-    low, high, points = 0, math.inf, (16, 32)  # low fits, high does not
-    while high - low > 1:
-        for n in points:
-            low, high = (max(low, n), high) if max(needs(n)) <= 1 else (low, min(high, n))
-        a, b = sorted(sorted(seen, key=lambda n: abs(n - (low or high)))[:2])
-        edges = [a + (1 - x) * (b - a) / (y - x) for x, y in zip(needs(a), needs(b)) if y > x]
-        points = [int(min(max(min(edges), low + 1), high - 1, 4 * low + 1))]
-    return seen.get(low, (None, None))
-
-
-def dry_run(config, args, recipe):
-    """--dry-run: print where the memory goes, and whether it fits."""
-    if args.road:
-        return travel(road(config, args), args)
-    if args.max_ctx:
-        args, report = longest_context(config, args)
-        if report is None:
-            raise BadInput("--max-ctx: not even --ctx 64k fits: more ranks, or --offload-params")
-        recipe = recipe_of(args)
-        print(f"longest   {args.ctx:,} tokens (--ctx {write_ctx(args.ctx)}) fit, 64k more do not")
-    else:
-        report = plan_memory(config, args, recipe, args.world, args.full)
-    print("recipe    " + ", ".join(f"{name} {getattr(recipe, name)}" for name in SWITCHES))
-    print(verdict(config, args, report)[1])
-    print(f"peak      {report.where}")
-    for kind, size in sorted(report.kinds.items(), key=lambda item: -item[1]):
-        if size > report.device / 1000:
-            print(f"          {size / GIB:8.2f} GiB  {kind}")
-    flops = step_flops(config, args.ctx, recipe) * args.grad_accum / args.cp
-    print(f"time      {duration(flops / (UTILISATION * 989e12))} a step, if each rank computes its "
-          f"{brief(flops)} FLOPs (recomputation included) at {UTILISATION:.0%} of an H100's 989 "
-          "TFLOP/s")
-
-
-# 9. The road -------------------------------------------------------------------------------------
-# One row for each technique, in the order in which the memory runs out; each adds to the one above.
-
-ROAD = (("plain", dict(attention="plain", cp=1, fsdp=False)),
-        ("+ FSDP", dict(fsdp=True)),
-        ("+ Ulysses", dict(attention="ulysses", cp=None)),
-        ("+ checkpointing", dict(checkpoint=1)),
-        ("+ offload", dict(offload=True)),
-        ("+ tiling", dict(tile=None, stream=None)),
-        ("+ UPipe", dict(attention="upipe", heads_per_stage=None)),
-        ("+ keep_attention", dict(keep_attention=True)))
-
-
-def road(config, args, job=None):
-    """--road: rows of (name, Report, fits, tokens/s), simulated on --world ranks or measured."""
-    own, rows = vars(args), []
-    state = dict(heads_per_stage=0, checkpoint=0, keep_attention=False, offload=False, stream=False,
-                 tile=0)
-    for name, changes in ROAD:
-        state.update({key: own[key] if value is None else value for key, value in changes.items()})
-        here = copy_of(args, **state)
-        recipe = recipe_of(here)
-        if job:
-            row = meet(here, job.world, job.device)
-            if not here.fsdp:  # everyone has the whole model: FSDP over a group of one
-                row.everyone = init_device_mesh(job.device.type, (job.world, 1),
-                                                mesh_dim_names=("all", "one"))["one"]
-            seen, times = measure(config, here, replace(recipe, group=row.group), row)
-            rows.append((name, seen, True, seen and row.dp * here.ctx / times["seconds"]))
-        else:
-            world = args.world if here.fsdp else 1
-            report = plan_memory(config, here, recipe, world, args.full)
-            fits, _ = verdict(config, here, report)
-            rows.append((name, report, fits, None))
-    return rows
-
-
-def measure(config, args, recipe, job):
-    """A step for real: (Report, times); (None, None) if the GPU is too small for it.
-
-    On a CPU the peak is the meter's, on CUDA the allocator's. times: "seconds" of the step, those
-    in each of PARTS and, on CUDA, "reserved_bytes", what the allocator held for that peak."""
-    cuda = job.device.type == "cuda"
-    # One step to warm up, one that counts. A long one warms up with its attention inside documents:
-    # all that is slow in a first step is in it, but not the minutes.
-    short = torch.arange(0, args.ctx, 2**14) if args.ctx >= 2**19 else None
-    gc.collect()  # FSDP's models have cycles: the last row's
-    try:
-        model, _, tokens = prepare(job, config, args)
-        for docs in (short, None):
-            model.zero_grad()
-            synchronize(job.device)
-            dist.barrier()
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
-            with stopwatch(job.device) as times:
-                begin = time.perf_counter()
-                model(tokens, tokens, recipe, args.ctx, docs).backward()
-                synchronize(job.device)
-                dist.barrier()
-                times["seconds"] = time.perf_counter() - begin
-        if cuda:
-            times["reserved_bytes"] = torch.cuda.max_memory_reserved()
-            peak = torch.cuda.max_memory_allocated()
-            return Report(peak, model.store.slab_bytes, "measured", {}, []), times
-        del model
-        return report_of(metered_step(job, config, args, recipe)), times
-    except torch.OutOfMemoryError:
-        synchronize(job.device)  # a copy may be under way to memory that is free by now
-        return None, None
-
-
-PARTS = {"attention_seconds": ((upipe, "flash_forward"), (upipe, "flash_backward")),
-         "waiting_seconds": ((upipe, "arrived"), (upipe.HostStore, "settle"))}
-
-
-@contextmanager
-def stopwatch(device):
-    """Yields a dict that in the end has the seconds that the device spent in each of PARTS."""
-    def now():
-        if device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def timed(function, spans):
-        def timing(*args, **kwargs):
-            begin = now()
-            out = function(*args, **kwargs)
-            spans.append((begin, now()))
-            return out
-        return timing
-    silent = [(owner, name, getattr(owner, name)) for places in PARTS.values()
-              for owner, name in places]
-    times, spans = {}, {part: [] for part in PARTS}
-    for part, places in PARTS.items():
-        for owner, name in places:
-            setattr(owner, name, timed(getattr(owner, name), spans[part]))
-    try:
-        yield times
-    finally:
-        for place in silent:
-            setattr(*place)
-    for part in PARTS:
-        times[part] = sum(a.elapsed_time(b) / 1000 if device.type == "cuda" else b - a
-                          for a, b in spans[part])
-
-
-def travel(rows, args):
-    """Show the road: as a table, and as --json and --plot say."""
-    print(f"{'':18}{'GiB a GPU':>12}{'GiB of host':>13}    ", end="")
-    first = next((speed for *_, speed in rows if speed), None)
-    print("speed" if first else "fits")
-    for name, report, fits, speed in rows:
-        if report is None:
-            print(f"{name:18}{'out of memory':>25}")
-            continue
-        last = f"{speed / first:.2f} x" if first else "yes" if fits else "no"
-        print(f"{name:18}{report.device / GIB:12,.3f}{report.host / GIB:13,.3f}    {last}")
-    if args.json:
-        Path(args.json).write_text(json.dumps([dict(
-            name=name, fits=fits, tokens_per_second=speed, **(vars(report) if report else {}))
-            for name, report, fits, speed in rows], indent=1))
-    if args.plot:
-        plot_road(args.plot, rows, args)
-
-
-def plot_road(path, rows, args):
-    """Bars of the road with the card's capacity, and the memory of the last row over one step."""
-    import matplotlib
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-    names, reports, fit = zip(*((name, report, fits) for name, report, fits, _ in rows if report))
-    last = reports[-1]
-    on_host = {"parked", *(BETWEEN_STEPS if args.offload_params else ())}
-    history = [{kind: size / GIB for kind, size in kinds.items() if kind not in on_host}
-               for _, kinds in last.timeline]  # a measured peak on CUDA has none
-    pyplot.rc("font", size=13)
-    figure, axes = pyplot.subplots(1, 2 if history else 1, figsize=(17, 6.5), squeeze=False,
-                                   layout="constrained")
-    left, usable = axes[0, 0], args.gpu_mem - RESERVED / GIB
-    sizes = [report.device / GIB for report in reports]
-    bars = left.barh(names, sizes, log=True, color=[
-        "tab:green" if fits else "tab:orange" if size <= usable else "tab:red"
-        for size, fits in zip(sizes, fit)])
-    left.barh(names[:1], 0, color="tab:orange", label="too much for the host or a kernel call")
-    left.axvline(usable, color="black", linestyle="--", label=f"{usable:.0f} GiB usable on a card")
-    digits = [3 if size < 1 else 1 if size < 100 else 0 for size in sizes]
-    labels = [f"{size:,.{n}f}" for size, n in zip(sizes, digits)]
-    for text in left.bar_label(bars, labels, padding=5):
-        text.set_backgroundcolor("white")  # it may lie on the line
-    left.set(xlabel="GiB per GPU at the peak", xlim=(min(sizes) / 8, max(sizes) * 10),
-             title=f"{args.model}, {write_ctx(args.ctx)} tokens, {args.world} ranks")
-    left.invert_yaxis()
-    left.legend(loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=2, frameon=False)
-    if history:
-        plot_step(axes[0, 1], history, pyplot.get_cmap("tab20").colors)
-        few = " of a model of fewer layers" if args.dry_run and not args.full else ""
-        axes[0, 1].set_title(f"{names[-1]}, over one step{few}")
-    figure.savefig(path, dpi=100)
-
-
-def plot_step(axes, history, colors):
-    """Memory over a step, stacked: below what stays between steps, above it the rest by size.
-
-    In a long one, most blocks are like their neighbours: of their passes, white gaps are left."""
-    head = next(i for i, kinds in enumerate(history) if kinds.get("logits tile"))
-    if len(history) > 300:
-        gap = [{}] * 4
-        history = history[:50] + gap + history[head - 30:head + 70] + gap + history[-80:]
-        head = 84
-    most = {kind: max(kinds.get(kind, 0) for kinds in history) for kind in set().union(*history)}
-    order = sorted(most, key=lambda kind: (kind not in BETWEEN_STEPS, -most[kind]))
-    layers = {kind: [kinds.get(kind, 0) for kinds in history] for kind in order[:13]}
-    layers["other"] = [sum(kinds.get(kind, 0) for kind in order[13:]) for kinds in history]
-    named = dict.fromkeys((*BETWEEN_STEPS, *KINDS.values(), *sorted(most)))  # a kind, a color
-    palette = dict(zip(named, (*colors[:14:2], *colors[16::2], *colors[1:14:2], *colors[17::2])))
-    axes.stackplot(range(len(history)), layers.values(), labels=layers, step="post",
-                   colors=[palette.get(kind, "lightgray") for kind in layers])
-    axes.axvline(head, color="black", linewidth=1)
-    axes.set(ylabel="GiB per GPU", xlim=(0, len(history) - 1),
-             xticks=[head / 2, (head + len(history)) / 2],
-             xticklabels=["forward", "loss and backward"])
-    axes.tick_params(axis="x", length=0)
-    axes.legend(*(x[::-1] for x in axes.get_legend_handles_labels()), loc="center left",
-                bbox_to_anchor=(1, 0.5), frameon=False)
-
-
-# One rank of many: on a single GPU, all that one rank of a larger job does. The other ranks are not
-# there (the "fake" process group again), but everything else is: shapes, kernels, copies, memory.
-
-
-def stand_in():
-    """Let collectives bring this rank's own data, as if all ranks had the same: finite numbers, at
-    the cost of a copy."""
-    def all_gather_into_tensor(output_tensor, input_tensor, **_):
-        whole = output_tensor.view(-1, input_tensor.numel())
-        whole.copy_(input_tensor.reshape(1, -1).expand(len(whole), -1))
-
-    def reduce_scatter_tensor(output, input, **_):
-        output.copy_(input.view(-1)[:output.numel()].view_as(output))
-
-    def all_to_all_single(output, input, **_):
-        output.copy_(input)
-    for collective in (all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single):
-        setattr(dist, collective.__name__, collective)
-
-
-def one_rank(config, args, recipe, job):
-    """--one-rank-of: one step of rank 0, measured, beside what the dry run says of it."""
-    job.say(f"notice    this is rank 0 of {job.world}, alone: where others would send data it "
-            "takes its own, so the loss means nothing")
-    stand_in()
-    seen, times = measure(config, args, recipe, job)
-    if seen is None:
-        raise torch.OutOfMemoryError
-    dist.destroy_process_group()
-    plan = plan_memory(config, args, recipe, job.world)
-    attention, rest = (flops / job.cp for flops in forward_flops(config, args.ctx))
-    seconds, inside = times["seconds"], times["attention_seconds"]
-    card, peak = peak_flops(job, args)
-    rate = 3 * (attention + rest) / seconds
-    inner = attention * (1 + backward_passes(recipe)[0]) / inside
-    held = f", {times['reserved_bytes'] / GIB:.3f} reserved" if "reserved_bytes" in times else ""
-    print(f"measured  {seconds:.2f} s a step, {args.ctx / seconds:,.0f} tokens/s"
-          + (f", MFU {rate / peak:.1%} of {card}" if peak else "") +
-          f"\nattention {inside:.2f} s of it, {brief(inner)}FLOP/s; waiting for copies "
-          f"{times['waiting_seconds']:.2f} s\n"
-          f"memory    {seen.device / GIB:.3f} GiB measured, {plan.device / GIB:.3f} simulated "
-          f"({seen.device / plan.device - 1:+.1%}){held}\n"
-          f"host      {seen.host / GIB:.3f} GiB measured, {plan.host / GIB:.3f} simulated")
-    if args.json:
-        Path(args.json).write_text(json.dumps(dict(
-            times, tokens_per_second=args.ctx / seconds, device_bytes=seen.device,
-            simulated_device_bytes=plan.device, host_bytes=seen.host, kernel=recipe.kernel,
-            simulated_host_bytes=plan.host, mfu=rate / peak if peak else None,
-            flops_per_second=rate, attention_flops_per_second=inner)))
-
-
-def peak_flops(job, args):
-    """(name of the card, its dense bfloat16 FLOP/s), or (name, None) where that is not known."""
-    if job.device.type != "cuda":
-        return "this CPU", None
-    card = torch.cuda.get_device_name(job.device)
-    known = (f for name, f in PEAK_FLOPS.items() if name in card and args.dtype == "bfloat16")
-    return card, next(known, None)
-
-
-# 10. Weights in and out ---------------------------------------------------------------------------
-# Hugging Face's folders: config.json, and safetensors under the names that upipe.GPT has, with
-# "model." before most. torch's distributed checkpoint reads and writes them by shard: no rank ever
-# holds a whole model, and the files are cut as those who published them liked.
-
-QK_NORM = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}  # the architectures of upipe.GPT
-PLAIN = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False,
-             partial_rotary_factor=1.0)  # what config.json may only say in this way
-
-
-def need(package, flag):
-    if not installed(package):
-        raise BadInput(f"{flag} needs {package}: pip install {package}")
-
-
-def read_config(folder):
-    """config.json -> GPTConfig. BadInput, by name, for what upipe.GPT is not."""
-    path = Path(folder) / "config.json"
-    try:
-        c = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--init {folder}: {error}")
-    name = (c.get("architectures") or [c.get("model_type")])[0]
-    if name not in QK_NORM:
-        raise BadInput(f"{path}: architecture {name} is not supported: only {', '.join(QK_NORM)}")
-    for key, value in PLAIN.items():
-        if c.get(key) not in (None, value):
-            raise BadInput(f"{path}: {key}={c[key]!r} is not supported: only {value!r}")
-    # transformers 5 has all of it in rope_parameters, earlier ones in two places
-    rope = c.get("rope_parameters") or {**(c.get("rope_scaling") or {}),
-                                        "rope_theta": c.get("rope_theta", 10_000.0)}
-    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
-    theta = rope.pop("rope_theta")
-    try:
-        return GPTConfig(
-            c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"],
-            c.get("num_key_value_heads") or c["num_attention_heads"],
-            c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-            c["intermediate_size"], theta, None if rope["rope_type"] == "default" else rope,
-            c["rms_norm_eps"], QK_NORM[name], c.get("tie_word_embeddings", False))
-    except KeyError as error:
-        raise BadInput(f"{path}: {error} is missing")
-    except ValueError as error:
-        raise BadInput(f"{path}: {error}")
-
-
-def write_config(path, config, ctx, dtype):
-    c = config
-    name = next(name for name, qk_norm in QK_NORM.items() if qk_norm == c.qk_norm)
-    path.write_text(json.dumps(dict(
-        architectures=[name], model_type=name.removesuffix("ForCausalLM").lower(),
-        vocab_size=c.vocab_size, hidden_size=c.dim, num_hidden_layers=c.n_layers,
-        num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, head_dim=c.head_dim,
-        intermediate_size=c.ffn_dim, rope_theta=c.rope_theta, rope_scaling=c.rope_scaling,
-        rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tie_embeddings,
-        max_position_embeddings=ctx, torch_dtype=dtype, **PLAIN), indent=2))
-
-
-def published_name(name):
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
-
-def load_weights(job, config, model, folder):
-    """Fill the shards of `model` from the safetensors of `folder`; BadInput if they do not fit."""
-    import torch.distributed.checkpoint as dcp
-    from safetensors import SafetensorError
-    ours = {published_name(name): p.detach() for name, p in model.named_parameters()}
-
-    def work():
-        try:
-            found = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
-        except (OSError, SafetensorError) as error:
-            raise BadInput(f"--init {folder}: {error}")
-        if config.tie_embeddings:
-            found.pop("lm_head.weight", None)  # some folders have a second copy
-        for name in sorted(ours.keys() | found.keys()):
-            if name not in found:
-                raise BadInput(f"--init {folder}: tensor {name} is missing")
-            if name not in ours:
-                raise BadInput(f"--init {folder}: tensor {name} has no place in this model")
-            if found[name].size != ours[name].shape:
-                raise BadInput(f"--init {folder}: tensor {name} is {list(found[name].size)}, and "
-                               f"config.json says {list(ours[name].shape)}")
-        return None, 0
-    together(job, work)
-    dcp.load(ours, storage_reader=dcp.HuggingFaceStorageReader(folder))
-
-
-def export(job, config, model, args):
-    """Write the model to --export, in --dtype, as transformers wants it: files of up to 4 GiB."""
-    import torch.distributed.checkpoint as dcp
-    folder, dtype = Path(args.export), getattr(torch, args.dtype)
-    part = folder.with_name(f".{folder.name}")
-    tensors = {published_name(name): p.detach().to(dtype) for name, p in model.named_parameters()}
-    sizes = np.cumsum([x.numel() * x.element_size() for x in tensors.values()])
-    files = dict(zip(tensors, (1 + sizes // 2**32).tolist()))
-    on_rank_0(job, lambda: sweep(part))
-    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(
-        part, fqn_to_index_mapping=files, save_distributed=True, enable_consolidation=True,
-        thread_count_consolidation=8))
-
-    def finish():
-        sweep(part / "sharded")
-        write_config(part / "config.json", config, args.ctx, args.dtype)
-        for path in Path(args.init).glob("*token*.json") if args.init else ():
-            shutil.copy(path, part)
-        part.rename(folder)
-    on_rank_0(job, finish)
-    job.say(f"export    {folder}")
-
-
-# 11. Checkpoints ----------------------------------------------------------------------------------
+# 7. Checkpoints -----------------------------------------------------------------------------------
 # A checkpoint is a folder step-00000100 in --save: run.json, and the tensors by torch's distributed
 # checkpoint. Each rank writes its own shards, and any number of ranks reads them. It is written
 # under a name with a dot and renamed when all of it is there, so a crash at any time leaves whole
@@ -1543,13 +935,6 @@ class Run:
     drawn: int = 0  # windows that all groups together have been trained on
 
 
-def on_rank_0(job, work):
-    """Let rank 0 do it, and all wait until it is done."""
-    if job.rank == 0:
-        work()
-    dist.barrier()
-
-
 def sweep(folder):
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -1559,17 +944,25 @@ def checkpoints(folder):
     return sorted(Path(folder).glob("step-*"))
 
 
-def find_checkpoint(args):
+def find_checkpoint(folder):
     """What the newest checkpoint in --save has in run.json, and its path; None if there is none."""
-    if not args.save:
+    if not folder:
         raise BadInput("--resume needs --save, the folder with the checkpoints")
-    found = checkpoints(args.save)
+    found = checkpoints(folder)
     if not found:
         return None
     try:
         return {**json.loads((found[-1] / "run.json").read_text()), "path": found[-1]}
     except (OSError, ValueError) as error:
         raise BadInput(f"--resume: {error}")
+
+
+def remembered(saved):
+    """The flags that a run takes from the checkpoint that it goes on from."""
+    if not saved:
+        return {}
+    cp = saved["flags"]["cp"] if launched()[1] == saved["world"] else None
+    return {**saved["flags"], "cp": cp}
 
 
 def state_of(model, optimizer):
@@ -1581,37 +974,38 @@ def state_of(model, optimizer):
     return state
 
 
-def save(job, args, config, model, optimizer, run, tokens):
+def save_state(job, settings, model, optimizer, run, tokens):
     """Write a checkpoint, and remove all but the last --keep."""
     import torch.distributed.checkpoint as dcp
-    folder, name = Path(args.save), f"step-{run.step:08d}"
-    flags = {name: getattr(args, name) for name in REMEMBERED}
+    folder, name = Path(settings.save), f"step-{run.step:08d}"
+    part = folder / f".{name}"
+    flags = {name: getattr(settings, name) for name in REMEMBERED}
     facts = dict(step=run.step, drawn=run.drawn, tokens=tokens, world=job.world,
-                 config=asdict(config), flags=flags)
+                 config=asdict(settings.config), flags=flags)
 
-    def begin():
+    def make_room():
         for rubbish in folder.glob(".step-*"):
             sweep(rubbish)
         part.mkdir(parents=True)
         (part / "run.json").write_text(json.dumps(facts, indent=1))
 
-    def finish():
+    def publish():
         part.rename(folder / name)
-        for old in checkpoints(folder)[:-args.keep]:
+        for old in checkpoints(folder)[:-settings.keep]:
             sweep(old.rename(folder / f".{old.name}"))
-    part = folder / f".{name}"
-    on_rank_0(job, begin)
+    job.on_rank_0(make_room)
     dcp.save(state_of(model, optimizer), checkpoint_id=part)
-    on_rank_0(job, finish)
+    job.on_rank_0(publish)
     job.say(f"saved     {folder / name}")
 
 
-def make_folders(job, args):
+def make_folders(job, settings):
     """Make what --save and the others name: what cannot be written shows now, not in a week."""
-    fault, files = None, [Path(x) for x in (args.log, args.loss_by_position) if x]
-    folders = [Path(x) for x in (args.save, args.profile) if x] + [path.parent for path in files]
-    if args.export:
-        folders.append(Path(args.export).parent)
+    fault, files = None, [Path(x) for x in (settings.log, settings.loss_by_position) if x]
+    folders = [Path(x) for x in (settings.save, settings.profile) if x]
+    folders += [path.parent for path in files]
+    if settings.export:
+        folders.append(Path(settings.export).parent)
     for folder in folders if job.rank == 0 else ():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -1619,28 +1013,28 @@ def make_folders(job, args):
             fault = str(error)
         if not os.access(folder, os.W_OK):
             fault = fault or f"cannot write to {folder}"
-    agree(job, fault)
-    unseen = [folder for folder in folders[:1] if args.save and not folder.is_dir()]
-    agree(job, f"--save {args.save}: rank {job.rank} does not see this folder of rank 0: it must "
-          "be on a disk that all machines share" if unseen else None)
+    job.agree(fault)
+    unseen = [folder for folder in folders[:1] if settings.save and not folder.is_dir()]
+    job.agree(f"--save {settings.save}: rank {job.rank} does not see this folder of rank 0: it "
+              "must be on a disk that all machines share" if unseen else None)
 
 
-def begin(job, args, config, model, optimizer, tokens):
+def load_state(job, settings, model, optimizer, tokens):
     """The Run to go on with: from a checkpoint, from published weights, or from the start."""
     import torch.distributed.checkpoint as dcp
-    saved = args.saved
-    step = agree(job, None, saved["step"] if saved else 0)
+    saved = settings.saved
+    step = job.agree(None, saved["step"] if saved else 0)
     if step != job.world * (saved["step"] if saved else 0):
-        raise BadInput(f"--save {args.save}: the ranks see different checkpoints there: it must be "
-                       "one folder for all")
+        raise BadInput(f"--save {settings.save}: the ranks see different checkpoints there: it "
+                       "must be one folder for all")
     if not saved:
-        if args.resume:
-            job.say(f"resume    no checkpoint in {args.save} yet: from the start")
-        if args.init:
-            load_weights(job, config, model, args.init)
+        if settings.resume:
+            job.say(f"resume    no checkpoint in {settings.save} yet: from the start")
+        if settings.init:
+            extra("hf", "--init").load_weights(job, settings.config, model, settings.init)
         return Run()
     if saved["tokens"] != tokens:
-        raise BadInput(f"--data has {tokens} tokens to train on, the run in {args.save} has "
+        raise BadInput(f"--data has {tokens} tokens to train on, the run in {settings.save} has "
                        f"{saved['tokens']}: its windows would be others")
     make_moments(model, optimizer)  # there must be some to load into
     state = state_of(model, optimizer)
@@ -1675,119 +1069,10 @@ class Stop:
 
     def agreed(self, job):
         """Whether any rank was asked to."""
-        return agree(job, None, self.asked) > 0
+        return job.agree(None, self.asked) > 0
 
 
-# 12. Text -----------------------------------------------------------------------------------------
-# Without a tokenizer a text is its bytes, and nothing has to be prepared. With one, its tokens are
-# written to a cache once; from then on they are mapped like any other token file.
-
-
-class Bytes:
-    """The tokenizer that needs no file."""
-    size, begin = 256, []
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-
-class Tokenizer:
-    """A tokenizer.json."""
-
-    def __init__(self, path):
-        need("tokenizers", f"tokenizer {path}")
-        from tokenizers import Tokenizer as Inner
-        try:
-            self.inner, self.file = Inner.from_file(str(path)), Path(path).read_bytes()
-        except Exception as error:  # whatever the library raises: it is the file that is wrong
-            raise BadInput(f"--tokenizer {path}: {error}")
-        self.size = self.inner.get_vocab_size()
-        self.begin = self.inner.encode("").ids  # of a document: <|begin_of_text|>, or nothing
-
-    def encode(self, text):
-        return self.begin + self.inner.encode(text, add_special_tokens=False).ids
-
-    def encode_all(self, texts):
-        """Many texts, on all cores."""
-        return [x.ids for x in self.inner.encode_batch(texts, add_special_tokens=False)]
-
-    def decode(self, ids):
-        return self.inner.decode(ids, skip_special_tokens=False)
-
-
-def find_tokenizer(args):
-    beside = Path(args.init or "") / "tokenizer.json"
-    if args.tokenizer or args.init and beside.exists():
-        return Tokenizer(args.tokenizer or beside)
-    return Bytes()
-
-
-def pieces(path):
-    """A text in pieces of about a megabyte that end with a line."""
-    with open(path, encoding="utf-8", errors="replace", newline="") as file:
-        while piece := file.read(2**20):
-            yield piece + file.readline()
-
-
-def tokenize(paths, tokenizer, show=False):
-    """The cached token ids of text files, one array per file; writes them if they are not there."""
-    digest = hashlib.sha256(tokenizer.file)
-    for path in paths:
-        digest.update(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "upipe"
-    cache, ends = home / digest.hexdigest()[:32], home / f"{digest.hexdigest()[:32]}.json"
-    dtype = np.dtype("<u2" if tokenizer.size <= 2**16 else "<u4")
-    if not ends.exists():
-        write_cache(paths, tokenizer, cache, dtype, show)
-    ids, ends = np.memmap(cache.with_suffix(".bin"), dtype, "r"), json.loads(ends.read_text())
-    return [ids[a:b] for a, b in zip([0] + ends, ends)]
-
-
-def write_cache(paths, tokenizer, cache, dtype, show):
-    """cache.bin, all ids, and then cache.json, where each file's ids end."""
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    part, ends, count = cache.with_suffix(f".{os.getpid()}"), [], 0
-    todo = ((i, piece) for i, path in enumerate(paths) for piece in pieces(path))
-    size = sum(path.stat().st_size for path in paths)
-    with open(part, "wb") as file, tqdm(total=size, unit="B", unit_scale=True, desc="tokenize",
-                                        disable=not show) as bar:
-        while batch := list(itertools.islice(todo, 64)):
-            for (i, text), ids in zip(batch, tokenizer.encode_all([text for _, text in batch])):
-                ids = (tokenizer.begin if i >= len(ends) else []) + ids
-                ends += [count] * (i + 1 - len(ends))
-                file.write(np.array(ids, dtype).tobytes())
-                count = ends[-1] = ends[-1] + len(ids)
-                bar.update(len(text.encode()))
-    part.rename(cache.with_suffix(".bin"))
-    part.write_text(json.dumps(ends))
-    part.rename(cache.with_suffix(".json"))
-
-
-@torch.no_grad()
-def sample(job, model, recipe, tokenizer, args):
-    """--prompt and --sample tokens more, drawn at temperature 0.8.
-
-    Each token is a whole forward pass over all before it (up to ctx), split over the ranks like any
-    other: there is no cache. The rank with the last position draws, for everyone."""
-    ids, generator = tokenizer.encode(args.prompt) or [0], torch.Generator().manual_seed(args.seed)
-    for _ in range(args.sample):
-        window = torch.tensor(ids[-args.ctx:])
-        s, last = -(-len(window) // job.cp), len(window) - 1
-        here = torch.zeros(s * job.cp, dtype=torch.int64)
-        here[:len(window)] = window
-        here = here[job.cp_rank * s:][:s].to(job.device)
-        at = model.logits(here, recipe)[last % s]  # [V]: the right row on one rank of each group
-        chances = (at.float().cpu() / 0.8).softmax(-1)
-        token = torch.multinomial(chances, 1, generator=generator).to(job.device)
-        dist.broadcast(token, src=last // s)  # group 0 is ranks 0 to cp - 1
-        ids.append(token.item())
-    return tokenizer.decode(ids)
-
-
-# 13. Looking inside -------------------------------------------------------------------------------
+# 8. The loop --------------------------------------------------------------------------------------
 
 
 class Log:
@@ -1806,221 +1091,36 @@ class Log:
                 file.write(json.dumps(record) + "\n")
 
 
-@contextmanager
-def profiled(job, folder):
-    """Traces of what happens inside: DIR/rank0.json.gz and, on CUDA, DIR/rank0.pickle."""
-    Path(folder).mkdir(parents=True, exist_ok=True)  # other machines may have a folder of their own
-    cuda = job.device.type == "cuda"
-    if cuda:
-        torch.cuda.memory._record_memory_history(stacks="python")
-    with torch.profiler.profile() as trace:
-        yield
-    trace.export_chrome_trace(f"{folder}/rank{job.rank}.json.gz")
-    if cuda:
-        torch.cuda.memory._dump_snapshot(f"{folder}/rank{job.rank}.pickle")
-        torch.cuda.memory._record_memory_history(enabled=None)
-    job.say(f"profile   {folder}/rank*.json.gz: open one in https://ui.perfetto.dev")
-
-
-@torch.no_grad()
-def loss_by_position(job, model, data, ctx, recipe, docs, buckets=64):
-    """Mean loss in equal parts of the context, over the validation windows -> (ends, losses)."""
-    starts = data.held_out + [len(data.valid)] * (-len(data.held_out) % job.dp)
-    batch, _ = load(job, data.valid, starts[job.dp_rank::job.dp], ctx, docs)
-    sums = torch.zeros(2, buckets, dtype=torch.float64, device=job.device)
-    for inputs, labels, *docs in batch:
-        inputs, labels = inputs.to(job.device), labels.to(job.device)
-        losses = model.token_losses(inputs, labels, recipe, *docs).double()
-        at = torch.arange(len(inputs), device=job.device) + job.cp_rank * len(inputs)
-        bucket = (at * buckets // ctx).clamp(max=buckets - 1)
-        sums[0].index_add_(0, bucket, losses)
-        sums[1].index_add_(0, bucket, (labels != IGNORE).double())
-    dist.all_reduce(sums)
-    return [ctx * (i + 1) / buckets for i in range(buckets)], (sums[0] / sums[1]).tolist()
-
-
-def plot_by_position(path, ends, losses, title):
-    import matplotlib
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(ends, losses, drawstyle="steps-pre")
-    axes.set(xlabel="position in the context", ylabel="nats per token", title=title)
-    figure.savefig(path, dpi=120)
-
-
-# 14. Main -----------------------------------------------------------------------------------------
-
-
-def recipe_of(args):
-    return Recipe(**{name: getattr(args, name) for name in SWITCHES})
-
-
-def copy_of(args, **changes):
-    return argparse.Namespace(**{**vars(args), **changes})
-
-
-def fit_machine(args):
-    """The memory of this machine, or of the one that --dry-run is to think of."""
-    cuda, here = args.device == "cuda", 8 if args.dry_run else launched()[3]
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    card = ram / here + RESERVED / GIB  # of a CPU, a rank has its part
-    if args.dry_run and cuda:
-        ram, card = 2000, 80
-    elif cuda:
-        rank, _, local_rank, _ = launched()
-        card = torch.cuda.get_device_properties(local_rank).total_memory / GIB
-        if args.dtype == "bfloat16" and torch.cuda.get_device_capability(local_rank) < (8, 0):
-            args.dtype = "float32"
-            if rank == 0:
-                print("notice    this GPU does not compute in bfloat16: float32 instead")
-    args.gpu_mem, args.host_mem = args.gpu_mem or card, args.host_mem or ram
-    args.gpus_per_node = args.gpus_per_node or here
-
-
-def fit_recipe(config, args):
-    """What of the recipe was not asked for, as it suits this machine and --ctx."""
-    cuda = args.device == "cuda"
-    if args.checkpoint is None:  # keeping x and attention's output of every block is the fastest
-        width = config.n_layers * (config.dim + config.n_heads * config.head_dim)
-        ranks = min(args.world, args.gpus_per_node)
-        kept = width * getattr(torch, args.dtype).itemsize * args.ctx / args.cp * ranks
-        room = not cuda or args.keep_attention or kept < 0.9 * args.host_mem * GIB
-        args.checkpoint = 1 if room else 4
-    for name, value in (("keep_attention", args.checkpoint == 1),
-                        ("offload", cuda and args.checkpoint >= 1)):
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.stream is None:  # below, a stage of attention is too short to hide the reading
-        args.stream = args.offload and args.ctx >= 2**20
-
-
-def choose_model(args, tokenizer):
-    """The GPTConfig that flags, --init or a checkpoint ask for."""
-    if args.saved:
-        flags, where = args.saved["flags"], args.saved["path"]
-        for name in FIXED:
-            if getattr(args, name) != flags[name]:
-                raise BadInput(f"--{name} was {flags[name]} in {where}, and a run keeps it: to "
-                               "start another one from its weights, --export them and --init")
-        return GPTConfig(**args.saved["config"])
-    if args.init:
-        config = read_config(args.init)
-    else:
-        config = PRESETS[args.model]
-        config = replace(config, n_layers=args.layers or config.n_layers)
-        if args.model == "tiny":
-            config = replace(config, vocab_size=tokenizer.size)
-    if tokenizer.size > config.vocab_size and (args.sample or type(tokenizer) is not Bytes):
-        raise BadInput(f"{args.model} has {config.vocab_size} tokens, its tokenizer "
-                       f"{tokenizer.size}")
-    return config
-
-
-def refuse_early(args, config):
-    """What can be known to go wrong in the end, before anything begins."""
-    if args.save and not args.resume and checkpoints(args.save):
-        raise BadInput(f"--save {args.save} has checkpoints already: --resume, or another folder")
-    if args.export and Path(args.export).exists():
-        raise BadInput(f"--export {args.export} exists already")
-    if args.export or args.init:
-        need("safetensors", "--export" if args.export else "--init")
-    if args.loss_by_position:
-        need("matplotlib", "--loss-by-position")
-    if args.plot:
-        need("matplotlib", "--plot")
-    if args.task == "recall" and (config.vocab_size < 256 or args.ctx < 8 or args.docs is not None):
-        raise BadInput("--task recall needs a vocabulary of 256, a --ctx of 8, and no --docs")
-
-
-def settle(args):
-    """Model, recipe and tokenizer, or BadInput: flags, files and machine, but no other rank."""
-    _, world, _, local_world = launched()
-    world = args.world = (args.world or 8) if args.dry_run else args.one_rank_of or world
-    args.cp = args.cp or world
-    if world % args.cp:
-        legal = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        raise BadInput(f"--cp {args.cp} does not divide the {world} ranks of this job: use {legal}")
-    if not args.dry_run and args.device == "cuda" and local_world > torch.cuda.device_count():
-        raise BadInput(f"--device cuda: {local_world} ranks on this machine, and PyTorch finds "
-                       f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
-    tokenizer = find_tokenizer(args)
-    config = choose_model(args, tokenizer)
-    fit_machine(args)
-    args.asked = {name: getattr(args, name) for name in
-                  ("checkpoint", "keep_attention", "offload", "stream")}
-    fit_recipe(config, args)
-    recipe = recipe_of(args)
-    recipe.check(config, args.cp)
-    return config, recipe, tokenizer
-
-
-@dataclass
-class Data:
-    train: Tokens  # or Recall
-    valid: Tokens
-    held_out: list  # where the windows start that evaluation sees
-    compare: str    # what a simple method reaches on them, for people
-
-
-def gather(job, args, config, tokenizer):
-    """The Data that --task, --data and the tokenizer say."""
-    if args.task == "recall":
-        train = Recall(args.seed, args.ctx, 2**20)
-        valid = Recall(args.seed + 2**32, args.ctx, args.eval_windows)
-        job.say(f"data      {train.pairs} keys and values at the start of each window, asked for "
-                "at its end")
-        return Data(train, valid, eval_starts(valid, args.ctx, args.eval_windows),
-                    f" (chance: {Recall.CHANCE:.3f})")
-    encoded = None if isinstance(tokenizer, Bytes) else tokenizer
-
-    def work():
-        train, valid = open_data(args.data, config.vocab_size, args.ctx, encoded)
-        return (train, valid), len(train)
-    if encoded:  # one rank of each machine writes the cache
-        first = launched()[2] == 0
-        together(job, lambda: work() if first else (None, 0))
-    (train, valid), total = together(job, work)
-    same = total == len(train) * job.world
-    agree(job, None if same else f"--data: rank {job.rank} has {len(train)} tokens, others do not")
-    held_out = eval_starts(valid, args.ctx, args.eval_windows)
-    job.say(f"data      {args.data or 'the Python standard library'}: {len(train):,} tokens, and "
-            f"{len(valid):,} to validate: {len(held_out)} windows")
-    compare = ""
-    if job.rank == 0 and config.vocab_size >= 256 and train.parts[0].dtype == np.uint8:
-        compare = f" (bigrams: {bigram_loss(train, valid, held_out, args.ctx):.3f})"
-    return Data(train, valid, held_out, compare)
-
-
-def fit(job, args, config, recipe, model, optimizer, data, run):
+def run_steps(job, settings, model, optimizer, data, run):
     """Train from run.step to --steps -> whether it came so far: a signal ends it after any step."""
-    tokens = args.grad_accum * job.dp * args.ctx
-    flops = 3 * sum(forward_flops(config, args.ctx)) * args.grad_accum * job.dp
-    _, peak = peak_flops(job, args)
-    blocks = config.n_layers * args.grad_accum * (1 + backward_passes(recipe)[0])
-    ahead = run.drawn - run.step * args.grad_accum * job.dp
-    log, stop = Log(job, args.log, run.step), Stop() if args.save else None
+    s, recipe = settings, settings.recipe
+    tokens = s.grad_accum * job.dp * s.ctx
+    flops = 3 * sum(s.forward_flops()) * s.grad_accum * job.dp
+    _, peak = job.peak_flops(s.dtype)
+    blocks = s.config.n_layers * s.grad_accum * (1 + s.backward_passes()[0])
+    ahead = run.drawn - run.step * s.grad_accum * job.dp
+    log, stop = Log(job, s.log, run.step), Stop() if s.save else None
     began, first = time.perf_counter(), run.step
-    for step in range(first, max(first, args.steps) + 1):
-        if step >= args.steps or args.eval_every and step % args.eval_every == 0:
+    for step in range(first, max(first, s.steps) + 1):
+        if step >= s.steps or s.eval_every and step % s.eval_every == 0:
             rounds = -(-len(data.held_out) // job.dp)
-            with progress_bar(job, model, "evaluation", config.n_layers * rounds):
-                valid = evaluate(job, model, data.valid, data.held_out, args.ctx, recipe, args.docs)
+            with progress_bar(job, model, "evaluation", s.config.n_layers * rounds):
+                valid = evaluate(job, model, data, s)
             job.say(f"step {step:5d} | validation loss {valid:.4f} nats per token{data.compare}")
             log(step=step, validation_loss=valid)
-        if step >= args.steps:
+        if step >= s.steps:
             break
         begin = time.perf_counter()
-        lr = learning_rate(args, step)
+        lr = learning_rate(s, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        starts = train_starts(job, data.train, args.ctx, args.seed, step, args.grad_accum, ahead)
-        batch, total = load(job, data.train, starts, args.ctx, args.docs)
-        inside = args.profile and step == min(first + 1, args.steps - 1)  # the first is not typical
-        with (profiled(job, args.profile) if inside else nullcontext(),
+        starts = train_starts(job, data.train, s.ctx, s.seed, step, s.grad_accum, ahead)
+        batch, total = read_windows(job, data.train, starts, s.ctx, s.docs)
+        inside = s.profile and step == min(first + 1, s.steps - 1)  # the first is not typical
+        with (extra("road", "--profile").profiled(job, s.profile) if inside else nullcontext(),
               progress_bar(job, model, f"step {step + 1}", blocks)):
-            loss, norm = train_step(job, model, optimizer, batch, total, recipe,
-                                    args.grad_clip, step + 1)
+            loss, norm = train_step(job, model, optimizer, batch, total, recipe, s.grad_clip,
+                                    step + 1)
         seconds = time.perf_counter() - begin
         line = (f"step {step + 1:5d} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | "
                 f"{tokens / seconds:,.0f} tokens/s | {seconds:.2f} s")
@@ -2029,79 +1129,92 @@ def fit(job, args, config, recipe, model, optimizer, data, run):
         if job.device.type == "cuda":
             line += f" | MFU {flops / seconds / job.world / peak:.1%}" if peak else ""
             record["peak_bytes"] = torch.cuda.max_memory_allocated()
-            line += f" | peak {record['peak_bytes'] / 2**30:.1f} GiB"
+            line += f" | peak {record['peak_bytes'] / GIB:.1f} GiB"
             torch.cuda.reset_peak_memory_stats()
         job.say(line)
         log(**record)
         run.step, run.drawn = step + 1, record["drawn"]
         stopping = stop is not None and stop.agreed(job)
-        due = args.save_every and run.step % args.save_every == 0
-        if args.save and (stopping or due or run.step == args.steps):
-            save(job, args, config, model, optimizer, run, len(data.train))
+        due = s.save_every and run.step % s.save_every == 0
+        if s.save and (stopping or due or run.step == s.steps):
+            save_state(job, s, model, optimizer, run, len(data.train))
         if stopping:
-            job.say(f"stopped   after step {run.step}: --save {args.save} --resume goes on")
+            job.say(f"stopped   after step {run.step}: --save {s.save} --resume goes on")
             return False
     steps = run.step - first
-    job.say(f"done      {steps} steps, {brief(steps * tokens)} tokens in "
-            f"{duration(time.perf_counter() - began)}, validation loss {valid:.4f}{data.compare}")
+    job.say(f"done      {steps} steps, {tqdm.format_sizeof(steps * tokens)} tokens in "
+            f"{tqdm.format_interval(time.perf_counter() - began)}, validation loss "
+            f"{valid:.4f}{data.compare}")
     return True
 
 
-def finish(job, args, config, recipe, model, data, tokenizer):
+def use_model(job, settings, model, data):
     """What a trained model is good for."""
-    if args.export:
-        export(job, config, model, args)
-    if args.loss_by_position:
-        ends, losses = loss_by_position(job, model, data, args.ctx, recipe, args.docs)
-        title = f"{args.model} on {args.data or 'the Python standard library'}"
-        on_rank_0(job, lambda: plot_by_position(args.loss_by_position, ends, losses, title))
-        job.say(f"position  {args.loss_by_position}: loss {losses[0]:.3f} up to token "
-                f"{ends[0]:,.0f}, {losses[-1]:.3f} after {ends[-2]:,.0f}")
-    if args.sample:
-        job.say(sample(job, model, recipe, tokenizer, args))
+    if settings.export:
+        extra("hf", "--export").export(job, settings, model)
+    if settings.loss_by_position:
+        batch, _ = read_held_out(job, data, settings)
+        extra("road", "--loss-by-position").show_by_position(job, model, batch, settings)
+    if settings.sample:
+        job.say(extra("text", "--sample").sample(job, model, settings))
 
 
-def main(argv=None):
-    args = parse_args(argv)
-    config, recipe, tokenizer = settle(args)
-    refuse_early(args, config)
-    if args.dry_run:
-        return dry_run(config, args, recipe)
-    fault = None  # rank 0 decides for all: ranks that measure for themselves might disagree
-    if launched()[0] == 0 and not (args.force or args.road):
-        fault = args.device == "cpu" and too_slow(config, args, recipe) or None
-        fault = fault or too_large(config, args, recipe)
-    job = join(args)
-    recipe = replace(recipe, group=job.group)
-    recipe = replace(recipe, kernel=choose_kernel(config, args, job, recipe))
-    print_plan(config, args, job, recipe)
-    agree(job, fault)
-    if args.one_rank_of:
-        return one_rank(config, args, recipe, job)
-    if args.road:
-        rows = road(config, args, job)
-        return travel(rows, args) if job.rank == 0 else None
+# 9. Main ------------------------------------------------------------------------------------------
 
-    make_folders(job, args)
-    data = gather(job, args, config, tokenizer)
-    model, optimizer = build(config, args, job)
-    run = begin(job, args, config, model, optimizer, len(data.train))
-    if fit(job, args, config, recipe, model, optimizer, data, run):
-        finish(job, args, config, recipe, model, data, tokenizer)
+
+def choose_kernel(settings, job):
+    """The name of the attention kernel: checked, and of several the fastest, where extras is."""
+    kernels = extra("kernels")
+    if kernels:
+        return kernels.choose_kernel(settings, job)
+    if settings.kernel == "auto" and settings.device == "cuda" and settings.dtype != "bfloat16":
+        raise BadInput(f"--dtype {settings.dtype} on a GPU needs the folder extras, which is not "
+                       "here: use bfloat16")
+    return {"cpu": "cpu", "cuda": "torch"}[settings.device] if settings.kernel == "auto" else (
+        settings.kernel)
+
+
+def main(settings):
+    refuse_early(settings)
+    if settings.dry_run and settings.road:
+        road = extra("road", "--road")
+        return road.travel(road.road(settings), settings)
+    if settings.dry_run:
+        return extra("memory", "--dry-run").dry_run(settings)
+    # Rank 0 decides for all: ranks that measure for themselves might disagree.
+    memory = extra("memory")
+    fault = memory.too_much(settings) if memory and launched()[0] == 0 else None
+    job = join(settings)
+    settings = settings.at(kernel=choose_kernel(settings, job))
+    print_plan(settings, job)
+    job.agree(fault)
+    if settings.one_rank_of:
+        return extra("road", "--one-rank-of").one_rank(settings, job)
+    if settings.road:
+        road = extra("road", "--road")
+        rows = road.road(settings, job)
+        return road.travel(rows, settings) if job.rank == 0 else None
+
+    settings = replace(settings, recipe=replace(settings.recipe, group=job.group))
+    make_folders(job, settings)
+    data = find_data(job, settings)
+    model, optimizer = build(settings, job)
+    run = load_state(job, settings, model, optimizer, len(data.train))
+    if run_steps(job, settings, model, optimizer, data, run):
+        use_model(job, settings, model, data)
     dist.destroy_process_group()
 
 
-def out_of_memory(argv=None):
+def out_of_memory(settings):
     """The line for a GPU that is full: the recipe, and the next switch to turn."""
-    args = parse_args(argv)
-    settle(args)
-    turns = (("--checkpoint 1", not args.checkpoint), ("--offload", not args.offload),
-             ("--attention upipe", args.attention != "upipe"), ("--stream", not args.stream),
-             ("--heads-per-stage 0", args.heads_per_stage),
-             ("--tile 2048", not args.tile or args.tile > 2048))
+    recipe = settings.recipe
+    turns = (("--checkpoint 1", not recipe.checkpoint), ("--offload", not recipe.offload),
+             ("--attention upipe", recipe.attention != "upipe"), ("--stream", not recipe.stream),
+             ("--heads-per-stage 0", recipe.heads_per_stage),
+             ("--tile 2048", not recipe.tile or recipe.tile > 2048))
     turn = next((flag for flag, helps in turns if helps), "more GPUs, or a shorter --ctx")
-    recipe = ", ".join(f"{name} {getattr(args, name)}" for name in SWITCHES)
-    return f"out of GPU memory at --ctx {write_ctx(args.ctx)} with {recipe}: try {turn}"
+    return (f"out of GPU memory at --ctx {settings.length} with {settings.switches()}: try "
+            f"{turn}")
 
 
 def run(argv=None):
@@ -2110,7 +1223,8 @@ def run(argv=None):
     something to say goes first."""
     rank, code = launched()[0], 1
     try:
-        main(argv)
+        settings = make_settings(argv)
+        main(settings)
         code = 0
     except BadInput as error:  # known to all ranks, said by rank 0
         time.sleep(10 * (rank > 0))
@@ -2119,7 +1233,7 @@ def run(argv=None):
         code = 2
     except torch.OutOfMemoryError:  # known to this rank; often all ranks meet it together
         time.sleep(2 * (rank > 0))
-        print(f"train.py: rank {rank}: {out_of_memory(argv)}", file=sys.stderr)
+        print(f"train.py: rank {rank}: {out_of_memory(settings)}", file=sys.stderr)
     except Exception:
         traceback.print_exc()
     sys.stdout.flush()

@@ -1,0 +1,22 @@
+"""Instruments around upipe.py and train.py: delete the folder, and those two still work.
+
+Arrows go one way: train.py imports a module of this folder when a flag asks for it, and these
+import upipe. What they need of the job is handed to them: `settings`, a train.Settings, which can
+also make a model, and `job`, a train.Job."""
+from importlib.util import find_spec
+
+from upipe import BadInput
+
+GIB = 2**30
+
+
+def installed(package):
+    try:
+        return find_spec(package) is not None
+    except ImportError:  # find_spec("a.b") imports a
+        return False
+
+
+def need(package, flag):
+    if not installed(package):
+        raise BadInput(f"{flag} needs {package}: pip install {package}")

@@ -1,0 +1,155 @@
+"""More attention kernels, and the choice between all of them.
+
+On import they join upipe.KERNELS: FlashAttention 3 and 4 (packages of their own), cuDNN's, and
+"efficient", which takes float32 on CUDA. Which kernel is fastest depends on the card, the head size
+and what is installed, and a wrong one trains on in silence. So candidates are tried on a small
+input, against the formula in float64."""
+import math
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.attention as attention
+import torch.nn.functional as F
+
+import upipe
+from extras import installed
+from upipe import Kernel, aten, aten_kernel
+
+PACKAGES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface", "flash-attn": "flash_attn"}
+
+
+def torch_kernel(impl):
+    """torch's own flash kernel, or FlashAttention 3 or 4 ("FA3", "FA4"), which torch lets take its
+    place behind the same two operators."""
+    def select():
+        if attention.current_flash_attention_impl() != impl:
+            attention.activate_flash_attention_impl(impl) if impl else (
+                attention.restore_flash_attention_impl())
+
+    def forward(*args):
+        select()
+        return upipe.torch_forward(*args)
+
+    def backward(*args):
+        select()
+        return upipe.torch_backward(*args)
+    return Kernel(forward, backward, upipe.flash_workspace)
+
+
+def no_seed(q):  # of dropout, and its offset
+    return torch.zeros(2, dtype=torch.int64, device=q.device).unbind()
+
+
+def cudnn_forward(q, k, v):
+    """cuDNN takes grouped heads as they are: one of the u/n repetitions that aten_kernel makes. Its
+    lse is [n, u/n, S] or, in some versions, [n, u/n, S, 1]."""
+    o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        q, k[:, :1], v[:, :1], None, True, 0.0, True)
+    return o, lse.view(q.shape[:3])
+
+
+def cudnn_backward(do, q, k, v, o, lse):
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k[:, :1], v[:, :1], o, lse[..., None].contiguous(), *no_seed(q), None, None, None,
+        q.shape[2], q.shape[2], 0.0, True)
+
+
+def efficient_forward(q, k, v):
+    o, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
+    return o, lse[..., :q.shape[2]]  # its end is padded
+
+
+def efficient_backward(do, q, k, v, o, lse):
+    padded = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
+    return aten._scaled_dot_product_efficient_attention_backward(
+        do, q, k, v, None, o, padded, *no_seed(q), 0.0, [True, True, True, False], True)[:3]
+
+
+upipe.KERNELS.update({"torch": torch_kernel(None),  # it puts itself back in place, too
+                      "fa3": torch_kernel("FA3"), "fa4": torch_kernel("FA4"),
+                      "cudnn": aten_kernel(cudnn_forward, cudnn_backward),
+                      "efficient": aten_kernel(efficient_forward, efficient_backward)})
+
+
+def kernel_error(name, u, n, d, dtype, device, documents=False, S=200):
+    """Why kernel `name` cannot be used for stages of u query and n kv heads, or None.
+
+    documents: whether attention is to stay inside documents, of which there are two then."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(S, heads, d, generator=draw).to(device, dtype)
+                   for heads in (u, n, n, u))
+    edges = torch.tensor([0, S // 3, S], dtype=torch.int32, device=device)
+    mask = upipe.Mask(edges if documents else None)
+    try:
+        o, lse = upipe.flash_forward(q, k, v, name, mask)
+        grads = upipe.flash_backward(do, q, k, v, o, lse, name, mask)
+    except Exception as error:  # whatever a kernel throws at what it cannot do
+        return str(error).split("\n")[0]
+    inputs = [x.double().cpu().requires_grad_() for x in (q, k, v)]
+    q, k, v = inputs[0], *(x.repeat_interleave(u // n, dim=1) for x in inputs[1:])
+    scores = torch.einsum("ihd,jhd->hij", q, k) / d**0.5
+    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+    if documents:
+        hidden[S // 3:, :S // 3] = True
+    scores = scores.masked_fill(hidden, -math.inf)
+    right = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
+    rights = right, *torch.autograd.grad(right, inputs, do.double().cpu())
+    # Rounding of inputs and outputs, and of products within the kernel: bfloat16's in bfloat16, and
+    # on tensor cores float32's in three of 11 bits.
+    limit = (64 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps
+    for what, x, y in zip(("output", "dq", "dk", "dv"), (o, *grads), rights):
+        error = ((x.double().cpu() - y).norm() / y.norm()).item()
+        if not error <= limit:
+            return f"its {what} is wrong by {error:.1e}, allowed is {limit:.1e}"
+
+
+def choose_kernel(settings, job):
+    """The kernel to use: --kernel, or of those that are installed and right, the fastest here.
+
+    Rank 0 decides. Raises BadInput if the kernel asked for cannot be used."""
+    config, recipe = settings.config, settings.recipe
+    auto = recipe.kernel == "auto"
+    # cuDNN prepares itself for each length anew, and there is one that it does not take: 1.
+    own = ["torch"] if settings.sample or settings.docs is not None else ["cudnn", "torch"]
+    names = [recipe.kernel] if not auto else ["cpu"] if job.device.type == "cpu" else (
+        [name for name, package in PACKAGES.items() if installed(package)] + own
+        if settings.dtype == "bfloat16" else ["efficient"])
+    queries, kvs = upipe.stages(config.n_heads, config.n_kv_heads, job.cp,
+                                recipe.stage_heads(config, job.cp))[0][::-1]
+    sizes = (queries[0].stop, kvs.stop, config.head_dim, getattr(torch, settings.dtype),
+             job.device)
+    fault, best = None, [None]
+    if job.rank == 0:
+        documents = [False] + [True] * (settings.docs is not None)
+        errors = {name: next(filter(None, (kernel_error(name, *sizes, how) for how in documents)),
+                             None) for name in names}
+        for name, error in errors.items():
+            if error and auto and name in PACKAGES:
+                job.say(f"notice    kernel {name} is not used: {error}")
+        right = [name for name in names if errors[name] is None]
+        best = [min(right, key=lambda name: kernel_seconds(name, *sizes)) if len(right) > 1
+                else right[0] if right else None]
+        fault = None if right else f"kernel {names[-1]} cannot be used here: {errors[names[-1]]}"
+    job.agree(fault)
+    dist.broadcast_object_list(best, src=0)
+    return best[0]
+
+
+def kernel_seconds(name, u, n, d, dtype, device, S=8192):
+    """Seconds that kernel `name` takes forward and backward over S tokens."""
+    q, k, v = (torch.randn(S, heads, d, device=device, dtype=dtype) for heads in (u, n, n))
+    for _ in range(2 if S > 2**17 else 4):  # the last one counts
+        synchronize(device)
+        begin = time.perf_counter()
+        o, lse = upipe.flash_forward(q, k, v, name)
+        upipe.flash_backward(o, q, k, v, o, lse, name)
+        synchronize(device)
+        seconds = time.perf_counter() - begin
+    return seconds
+
+
+def synchronize(device):
+    """Wait for all that the device was given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()

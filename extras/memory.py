@@ -1,0 +1,414 @@
+"""What a step needs, without doing it: --dry-run, --max-ctx, and the check before each run.
+
+The same model, recipe, sharding, optimizer and step, with tensors that have shapes but no memory
+(FakeTensorMode) and ranks that are not there (the "fake" process group). A meter sees every tensor
+come and go. There is no second model of the memory: change upipe.py, and the numbers change."""
+import math
+import re
+import sys
+import time
+import weakref
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+import upipe
+from extras import GIB
+from upipe import BadInput
+
+RESERVED = 3 * GIB  # of a card: CUDA's context, NCCL's buffers, what fragmentation wastes
+UTILISATION = 0.5   # of the peak FLOP/s, for the estimated time
+BETWEEN_STEPS = ("parameters", "gradients", "optimizer")  # kinds that stay from step to step
+
+# What a tensor is, by the innermost of these functions of upipe.py that was at work. A test fails
+# when upipe.py has no function of such a name, and when a step makes a tensor of unknown kind.
+KINDS = dict(
+    view="stage buffers", attention_forward="attention output", attention_backward="dk and dv",
+    lean_forward="residual stream", fetch="residual stream", backward="residual gradient",
+    own="residual gradient", rotary="rotary tables", token_losses="logits tile",
+    logits="logits tile", __init__="weight gradients", done="weight gradients",
+    flash_forward="kernel outputs", flash_backward="kernel outputs", slab="parked",
+    **dict.fromkeys(("rows", "load", "collect", "output_gradient", "heads", "add_mlp",
+                     "add_attention", "mlp_backward", "tile_grads", "add", "project_backward",
+                     "ulysses_attention", "forward", "rms_norm"), "activations"))
+
+
+class Meter(TorchDispatchMode):
+    """Bytes of live storages by kind, and what was there at the peak of each part of a step.
+
+    Slabs of the model's HostStore are host bytes and, with offload_params, so is what FSDP and
+    AdamW hold between steps; all else is on the device. It works on real tensors as on fake
+    ones."""
+
+    def __init__(self, model, offload_params=False):
+        super().__init__()
+        self.model, self.offload_params = model, offload_params
+        self.live = {}                 # storage -> (bytes, kind)
+        self.kinds = defaultdict(int)  # kind -> bytes
+        self.peaks = {}                # part of the step -> (device bytes, kinds, where exactly)
+        self.timeline = []             # (device bytes, kinds), from time to time
+        self.host, self.part, self.last = 0, "forward", len(model.layers) - 1
+
+    def __enter__(self):
+        self.resize = torch.UntypedStorage.resize_
+
+        def resize_(storage, size):  # how FSDP and upipe free memory that is still referred to
+            self.resize(storage, size)
+            self.see(storage)
+            return storage
+        torch.UntypedStorage.resize_ = resize_
+        self.silent, self.model.progress = self.model.progress, self.progress
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_, self.model.progress = self.resize, self.silent
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its local tensors will come by
+        out = op(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.see(x.untyped_storage(), x.dim())
+        return out
+
+    def see(self, storage, dims=1):
+        old, kind = self.live.get(storage._cdata, (0, None))
+        if kind is None:
+            kind = kind_of(sys._getframe(2), dims)
+            weakref.finalize(storage, self.gone, storage._cdata)
+        self.live[storage._cdata] = storage.nbytes(), kind
+        self.kinds[kind] += storage.nbytes() - old
+        if storage.nbytes() > old:
+            self.note()
+
+    def gone(self, key):
+        size, kind = self.live.pop(key)
+        self.kinds[kind] -= size
+
+    def name(self, tensors, kind):
+        """Say what tensors are that existed before the meter, or that FSDP made."""
+        for x in tensors:
+            storage = (x.to_local() if isinstance(x, DTensor) else x).untyped_storage()
+            self.see(storage)
+            size, old = self.live[storage._cdata]
+            self.live[storage._cdata] = size, kind
+            self.kinds[old] -= size
+            self.kinds[kind] += size
+
+    def progress(self, layer, way):
+        """The model's hook: which part of the step comes next."""
+        if way == "backward":
+            self.name((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
+            self.part = {0: "the end", 1: "the first block"}.get(layer, "a block in between")
+        elif way == "forward" and layer == self.last:
+            self.part = "head and last block"
+        self.silent(layer, way)
+
+    def device_bytes(self):
+        on_host = sum(self.kinds[kind] for kind in BETWEEN_STEPS) if self.offload_params else 0
+        return sum(self.kinds.values()) - self.model.store.slab_bytes - on_host
+
+    def note(self):
+        now = self.device_bytes()
+        self.host = max(self.host, self.model.store.slab_bytes)
+        if now > self.peaks.get(self.part, (0,))[0]:
+            self.peaks[self.part] = now, dict(self.kinds), place(sys._getframe(3))
+        if not self.timeline or abs(now - self.timeline[-1][0]) > now / 50:
+            self.timeline.append((now, dict(self.kinds)))
+
+
+def kind_of(frame, dims):
+    """The kind of a new tensor: by the innermost frame that tells it."""
+    innermost = None
+    while frame:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path == upipe.__file__ or name == "workspace":
+            if name == "whole_and_rows":  # x or attention's output, on their way back
+                return "attention output" if dims == 3 else "residual stream"
+            if name in KINDS or name == "workspace":
+                return KINDS.get(name, "kernel workspace")
+            innermost = innermost or name
+        elif "/fsdp/" in path:
+            return "gradient reduction" if "reduce" in name else "gathered weights"
+        elif "/optim/" in path:
+            return "optimizer"
+        frame = frame.f_back
+    return f"unknown: {innermost}" if innermost else "gradients in autograd"
+
+
+def place(frame):
+    """The functions of upipe.py that a frame is in, outermost first."""
+    names = []
+    while frame:
+        code = frame.f_code
+        if code.co_filename == upipe.__file__:
+            names.append(getattr(code, "co_qualname", code.co_name))  # from Python 3.11 on
+        frame = frame.f_back
+    return ", ".join(name for name in reversed(names) if "<" not in name) or "in autograd"
+
+
+def simulated_kernel():
+    """FlashAttention-2 on CUDA, as far as memory goes: its outputs and its workspace."""
+    def forward(q, k, v, mask):
+        return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+    def backward(do, q, k, v, o, lse, mask):
+        def workspace():
+            size = upipe.KERNELS["torch"].workspace(*q.shape[:2], *k.shape[1:])
+            return q.new_empty(size, dtype=torch.uint8)
+        held = workspace()
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        del held
+        return grads
+    return upipe.Kernel(forward, backward, limit=float("inf"))
+
+
+@contextmanager
+def abridged():
+    """Let upipe walk two tiles of each row of tiles, two stages of each load of keys and values,
+    and two loads: the others take the place of the second and leave nothing behind."""
+    spans, schedule = upipe.tile_spans, upipe.schedule
+    upipe.tile_spans = lambda n, tile: spans(n, tile)[:2]
+    upipe.schedule = lambda p: [(kv, queries[:2]) for kv, queries in schedule(p)[:2]]
+    try:
+        yield
+    finally:
+        upipe.tile_spans, upipe.schedule = spans, schedule
+
+
+def metered_step(settings, job):
+    """Watch one step of a new model -> Meter. On fake tensors or real ones, it is the same.
+
+    The update itself is left out: fused AdamW works in place, in memory that is there by then."""
+    model, optimizer = settings.assemble(job)
+    recipe = replace(settings.recipe, group=job.group)
+    tokens = torch.randint(settings.config.vocab_size, (-(-settings.ctx // job.cp),),
+                           device=job.device)
+    with Meter(model, settings.offload_params) as meter:
+        meter.name(model.parameters(), "parameters")
+        moments = [x for state in optimizer.state.values() for x in state.values()]
+        meter.name((x for x in moments if torch.is_tensor(x)), "optimizer")
+        meter.timeline.clear()
+        for _ in range(min(2, settings.grad_accum)):
+            model(tokens, tokens, recipe, total=settings.ctx).backward()
+    return meter
+
+
+def pretend(world):
+    """Act as rank 0 of `world`: collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+
+
+def simulate(settings, kernel="simulated", pages=abridged):
+    """metered_step of rank 0 of settings.world, without memory and without the other ranks."""
+    pretend(settings.world)
+    upipe.KERNELS["simulated"] = (  # without its limit: the verdict names it
+        simulated_kernel() if kernel == "simulated"
+        else upipe.KERNELS[kernel]._replace(limit=math.inf))
+    try:
+        job = settings.meet(torch.device("cpu"))
+        settings = replace(settings, recipe=replace(settings.recipe, kernel="simulated"))
+        with pages(), FakeTensorMode(allow_non_fake_inputs=True):
+            return metered_step(settings, job)
+    finally:
+        del upipe.KERNELS["simulated"]
+        dist.destroy_process_group()
+
+
+@dataclass
+class Report:
+    """What a step needs on one rank, in bytes."""
+    device: int     # at the peak
+    host: int       # parked, and with --offload-params weights, gradients and AdamW's moments
+    where: str      # the peak: part of the step, and place in upipe.py
+    kinds: dict     # what there was then: kind -> bytes
+    timeline: list  # [(bytes, kinds), ...] over the step
+
+
+def report_of(meter):
+    """The Report of one metered step, as it is."""
+    part, (device, kinds, where) = max(meter.peaks.items(), key=lambda peak: peak[1][0])
+    return Report(device, meter.host, f"{part}: {where}", kinds, meter.timeline)
+
+
+def plan_memory(settings, full=False):
+    """The Report of one rank of settings.world.
+
+    Every block costs the same, so two short models tell what all L layers need: one of a segment
+    and the remainder, one of a segment more. Each part of the step is extended on its own, since
+    the part that peaks at L need not be the one that peaks in a short model."""
+    config = settings.config
+    L, k = config.n_layers, max(1, settings.recipe.checkpoint)
+    few = L % k + k + (k if L % k + k == 1 else 0)
+    kernel = "cpu" if settings.device == "cpu" else "simulated"
+
+    def of_layers(n):
+        return simulate(replace(settings, config=replace(config, n_layers=n)), kernel)
+    if full or L <= few + k:
+        a = b = of_layers(L)
+        times = 0
+    else:
+        a, b = of_layers(few), of_layers(few + k)
+        times = (L - few) // k
+
+    def extend(x, y):
+        return x + times * (y - x)
+    # A block in between is as far from the first as in the longer of the two models.
+    first, between = "the first block", "a block in between"
+    if between in b.peaks and times:
+        (size, kinds, _), (x, xs, _), (y, ys, _) = b.peaks[between], a.peaks[first], b.peaks[first]
+        kinds = {kind: kinds[kind] - ys.get(kind, 0) + xs.get(kind, 0) for kind in kinds}
+        a.peaks[between] = size - y + x, kinds, ""
+    peaks = {part: extend(a.peaks[part][0], b.peaks[part][0]) for part in b.peaks}
+    part = max(peaks, key=peaks.get)
+    (_, first, _), (_, second, where) = a.peaks[part], b.peaks[part]
+    kinds = {kind: extend(first.get(kind, 0), second.get(kind, 0)) for kind in first | second}
+    kinds.pop("parked", None)
+    device, host = peaks[part], extend(a.host, b.host)
+    if settings.offload_params:  # FSDP brings a unit's part at a time, and takes its gradients back
+        host += sum(kinds.pop(kind, 0) for kind in BETWEEN_STEPS)
+        ends = config.vocab_size * config.dim
+        blocks = settings.parameters() - ends * (1 if config.tie_embeddings else 2)
+        unit = 4 * max(ends, blocks // L) // settings.world
+        kinds["weights in transit"] = 2 * unit
+        device += 2 * unit
+    return Report(device, host, f"{part}: {where}", kinds, b.timeline)
+
+
+def usable(settings):
+    """Bytes of a card that a step may fill; on a CPU, all of a rank's part."""
+    return settings.machine.card - (RESERVED if settings.device == "cuda" else 0)
+
+
+def shares(settings, report):
+    """What a job takes of the card, of the host and of a kernel's indices; up to 1 fits."""
+    u = settings.recipe.stage_heads(settings.config, settings.cp) // settings.cp
+    # elements of q in a call: S u d
+    call = -(-settings.ctx // settings.cp) * settings.cp * u * settings.config.head_dim
+    return (report.device / usable(settings),
+            report.host * settings.machine.ranks / settings.machine.host, call / (2**31 - 1))
+
+
+def verdict(settings, report):
+    """(fits, text): the report against the card, the host and what a kernel can index."""
+    machine, parts = settings.machine, shares(settings, report)
+    name = "GPU   " if settings.device == "cuda" else "memory"
+    texts = (f"{name}    {gib(report.device)} GiB at the peak, {gib(usable(settings))} usable of "
+             f"{machine.card / GIB:.0f}",
+             f"host      {gib(report.host)} GiB a rank, {gib(report.host * machine.ranks)} a node "
+             f"of {machine.ranks}, of {machine.host / GIB:,.0f}",
+             f"kernel    {parts[2]:.2f} x 2^31 elements in a call, and its indices end at 1")
+    return max(parts) <= 1, "\n".join(
+        text + (": fits" if part <= 1 else ": does not fit") for text, part in zip(texts, parts))
+
+
+def gib(size):
+    return f"{size / GIB:,.1f}"
+
+
+def too_much(settings):
+    """Why this job should not start, or None: it is too slow for a CPU or too large."""
+    if settings.force or settings.road:
+        return None
+    return settings.device == "cpu" and too_slow(settings) or too_large(settings)
+
+
+def too_slow(settings):
+    """Why this should not start on a CPU, or None. Times a matrix product for 0.1 s."""
+    a, runs, begin = torch.randn(1024, 1024), 0, time.perf_counter()
+    while (spent := time.perf_counter() - begin) < 0.1:
+        a @ a
+        runs += 1
+    rate = settings.world * runs * 2 * 1024**3 / spent
+    said = tqdm.format_interval
+
+    def seconds(here):
+        return here.grad_accum * here.world // here.cp * here.step_flops() / rate
+    now = seconds(settings)
+    if now > 10:
+        print(f"notice    on this CPU ({tqdm.format_sizeof(rate)}FLOP/s) a step takes {said(now)} "
+              f"or more, {settings.steps} steps {said(settings.steps * now)}", flush=True)
+    if now <= 600:
+        return None
+    shorter = settings.at(ctx=2 ** (settings.ctx.bit_length() - 1))
+    while seconds(shorter) > 10 and shorter.ctx > 256:
+        shorter = shorter.at(ctx=shorter.ctx // 2)
+    hope = f"--ctx {shorter.length} ({said(seconds(shorter))} a step)"
+    return (f"a step at --ctx {settings.length} takes {said(now)} or more on this CPU: run "
+            f"{hope if seconds(shorter) <= 10 else '--model tiny'}, take GPUs or --force")
+
+
+def too_large(settings):
+    """Why this job cannot fit, and what would, or None: the dry run, before every run.
+
+    A job that is small beyond doubt is spared the seconds: one that would need less than a quarter
+    of the memory if every block kept a hundred tensors [s, D] in float32 and nothing were
+    sharded."""
+    config = settings.config
+    s, states = -(-settings.ctx // settings.cp), 16 * settings.parameters()
+    most = 4 * s * (100 * config.n_layers * config.dim + 10 * config.vocab_size) + states
+    if most < settings.machine.card / 4:
+        return None
+    fits, text = verdict(settings, plan_memory(settings))
+    if fits:
+        return None
+    problem = re.sub(r" +", " ", next(line for line in text.split("\n") if "not fit" in line))
+    longest, _ = longest_context(settings)
+    hope = f"--ctx {longest.length} would" if longest else "more ranks or --layers 1 may"
+    return (f"{settings.model} at --ctx {settings.length}: {problem}; {hope}; --dry-run says where "
+            "it goes, --force tries all the same")
+
+
+def longest_context(settings):
+    """The longest context that fits, to 64k: (Settings, Report); (None, None) if not even 64k.
+
+    What of the recipe was not asked for is fitted to each length. Memory grows almost linearly, so
+    a line through two simulations tells where to look next. It ends with one that fits and, 64k
+    longer, one that does not."""
+    unit, seen = 64 * 1024, {}
+
+    def needs(n):  # the largest share for n units
+        if n not in seen:
+            here = settings.at(ctx=n * unit)
+            seen[n] = here, plan_memory(here)
+        return shares(*seen[n])
+    low, high, points = 0, math.inf, (16, 32)  # low fits, high does not
+    while high - low > 1:
+        for n in points:
+            low, high = (max(low, n), high) if max(needs(n)) <= 1 else (low, min(high, n))
+        a, b = sorted(sorted(seen, key=lambda n: abs(n - (low or high)))[:2])
+        edges = [a + (1 - x) * (b - a) / (y - x) for x, y in zip(needs(a), needs(b)) if y > x]
+        points = [int(min(max(min(edges), low + 1), high - 1, 4 * low + 1))]
+    return seen.get(low, (None, None))
+
+
+def dry_run(settings):
+    """--dry-run: print where the memory goes, and whether it fits."""
+    if settings.max_ctx:
+        settings, report = longest_context(settings)
+        if report is None:
+            raise BadInput("--max-ctx: not even --ctx 64k fits: more ranks, or --offload-params")
+        print(f"longest   {settings.ctx:,} tokens (--ctx {settings.length}) fit, 64k more do not")
+    else:
+        report = plan_memory(settings, settings.full)
+    print("recipe    " + settings.switches())
+    print(verdict(settings, report)[1])
+    print(f"peak      {report.where}")
+    for kind, size in sorted(report.kinds.items(), key=lambda item: -item[1]):
+        if size > report.device / 1000:
+            print(f"          {size / GIB:8.2f} GiB  {kind}")
+    flops = settings.step_flops() * settings.grad_accum / settings.cp
+    print(f"time      {tqdm.format_interval(flops / (UTILISATION * 989e12))} a step, if each rank "
+          f"computes its {tqdm.format_sizeof(flops)} FLOPs (recomputation included) at "
+          f"{UTILISATION:.0%} of an H100's 989 TFLOP/s")

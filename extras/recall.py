@@ -1,0 +1,41 @@
+"""--task recall: a task that only attention over the whole context can solve."""
+import math
+
+import numpy as np
+import torch
+
+from upipe import IGNORE
+
+
+class Recall:
+    """A row of windows, made on demand, each like a form: pairs of a key and one of its 16 values,
+    a long stretch of noise, and at the end each key once more, whose value is to be said. With two
+    ranks and more, pairs and questions are on different ranks: only attention gets there."""
+    KEYS, VALUES = 12, 16  # tokens: the keys, the values of each key, and noise up to 255
+    CHANCE = math.log(VALUES)
+
+    def __init__(self, seed, ctx, windows):
+        self.seed, self.ctx, self.windows = seed, ctx, windows
+        self.pairs = min(self.KEYS, ctx // 8)
+
+    def __len__(self):
+        return self.windows * self.ctx + 1
+
+    def window(self, start, ctx, cp, cp_rank, docs=None):
+        """As Tokens.window. Any rank makes any part of any window, without the rest of it."""
+        rng, n = np.random.default_rng([self.seed, start]), self.pairs
+        keys = rng.permutation(self.KEYS)[:n]
+        values = self.KEYS + self.VALUES * keys + rng.integers(self.VALUES, size=n)
+        pairs = np.stack((keys, values), axis=1)
+        asked = rng.permutation(pairs)
+        s, noise = -(-self.ctx // cp), self.KEYS * (1 + self.VALUES)
+        at = np.arange(s) + cp_rank * s
+        inputs = noise + ((at + start) * 2654435761 >> 16) % (256 - noise)
+        labels = np.full(s, IGNORE)
+        for begin, what in ((0, pairs), (self.ctx - 2 * n, asked)):
+            here = (at >= begin) & (at < begin + 2 * n)
+            inputs[here] = what.ravel()[at[here] - begin]
+        question = (at >= self.ctx - 2 * n) & (at < self.ctx) & ((self.ctx - at) % 2 == 0)
+        question &= start < len(self) - 1  # beyond the last window nothing is asked
+        labels[question] = asked[(at[question] - self.ctx) // 2, 1]
+        return torch.from_numpy(inputs), torch.from_numpy(labels)

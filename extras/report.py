@@ -1,0 +1,247 @@
+"""python test_upipe.py --benchmark: memory, traffic and speed, the numbers of the README.
+python test_upipe.py --device-report OUT [--long]: all that is to be known of a GPU.
+python test_upipe.py --kernels: the part of it that looks at kernels.
+
+main(argv, tests): `tests` is the module test_upipe, whose ranks, cases and counts are used here."""
+import functools
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from extras.kernels import PACKAGES, kernel_error, kernel_seconds
+from upipe import GPT, PRESETS, Recipe
+
+HERE = Path(__file__).parent.parent
+GPU, F32, BF16 = torch.cuda.is_available(), torch.float32, torch.bfloat16
+LONG = 16 * 1024
+TINY = replace(PRESETS["tiny"], n_layers=2)
+LEAN = Recipe("upipe", checkpoint=1, keep_attention=True, tile=256)
+RECIPES = {"lean": LEAN, "attention twice": replace(LEAN, keep_attention=False),
+           "U = H": replace(LEAN, attention="ulysses"), "autograd Ulysses": Recipe("ulysses")}
+cached_model = functools.cache(GPT)
+
+
+def rank_seconds(case, step):
+    model = cached_model(case.config)
+    model.zero_grad()
+    dist.barrier()
+    begin = time.perf_counter()
+    step(model, case)
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def benchmark(tests, repeats=5):
+    """Two counts, three ratios of times. The recipes take turns, so that a machine that is slow for
+    a while is slow for all of them; a ratio is the median over the turns."""
+    H, K, D, d = TINY.n_heads, TINY.n_kv_heads, TINY.dim, TINY.head_dim
+    print(f"tiny with {TINY.n_layers} layers, {LONG} tokens, 2 CPU ranks of one thread, float32")
+    peaks = tests.elements_per_token(replace(TINY, n_layers=3),
+                                     replace(LEAN, offload=True, tile=64))
+    sent = tests.RANKS[2](tests.rank_traffic, tests.Case(2, TINY, LEAN, 512))[0]
+    print(f"peak of a block, elements per token   forward {peaks[0]:.0f}, at most "
+          f"{3 * D + 8 * 2 * d}; backward {peaks[1]:.0f}, at most "
+          f"{3.5 * D + 2 * K * d + 12 * 2 * d:.0f}")
+    print(f"all-to-all, elements per token        forward {sent[0]:.0f} of {2 * (H + K) * d}; "
+          f"backward {sent[1]:.0f} of {4 * (H + K) * d}")
+    seconds = {name: [] for name in RECIPES}
+    for turn in range(repeats + 1):
+        for name, recipe in RECIPES.items():
+            case = tests.Case(2, TINY, recipe, LONG)
+            seconds[name].append(max(tests.RANKS[2](rank_seconds, case, tests.step, limit=600)))
+    seconds = {name: np.array(turns[1:]) for name, turns in seconds.items()}  # the first warms up
+    for what, slow, least in (("keep_attention / attention twice", "attention twice", 1.2),
+                              ("UPipe, U = C / Ulysses, U = H", "U = H", 0.95),
+                              ("lean UPipe / autograd Ulysses", "autograd Ulysses", 0.85)):
+        ratio = np.median(seconds[slow] / seconds["lean"])
+        print(f"{what:37} {ratio:.2f} x the speed, at least {least}")
+    print("seconds per step: " + ", ".join(f"{name} {np.median(turns):.1f}"
+                                           for name, turns in seconds.items()))
+    tests.RANKS[2].stop()
+
+
+# All that is to be known of a GPU, in one command and under 8 minutes. Each part is a process with
+# a time limit of its own; its result is printed and written as soon as it is there. Those that the
+# promises need come first. For those that the 8 minutes have no room for, run it again: what is
+# done in OUT.json is not done twice. --long adds a part, and any time it takes.
+# On a machine without a GPU the same parts run at small sizes, to show that they work.
+
+BUDGET = 8 * 60  # seconds for all parts, the opt-in one aside
+HEAD_SIZES = (64, 128) if GPU else (16,)
+LENGTHS = {"64k": 2**16, "256k": 2**18, "1m": 2**20} if GPU else {
+    "128": 128, "512": 512, "1k": 1024}
+LONGEST = max(LENGTHS.values())
+
+
+def report_parts(long):
+    """[(name, command after `python`, seconds at most), ...]. BEST and a head size stand for the
+    kernel that the first part found the fastest: all rows use the same one."""
+    k, m = ("k", "m") if GPU else ("", "k")  # without a GPU, a thousandth of everything
+    model, wide = ("llama3.2-1b", "llama3-8b") if GPU else ("tiny", "tiny")
+    common = ["--force", "--offload", "--checkpoint", "1", "--kernel"]
+    one = ["train.py", "--one-rank-of", "1", "--model", model, *common, f"BEST {HEAD_SIZES[0]}"]
+    rank = ["train.py", "--one-rank-of", "8", "--model", wide, *common, f"BEST {HEAD_SIZES[-1]}",
+            "--layers", "1"]
+    parts = [("kernels", ["test_upipe.py", "--kernels"], 90)]
+    if GPU:
+        tests = ["-m", "pytest", "-q", "test_upipe.py", "extras/test_kernels.py", "-k"]
+        parts.append(("cuda tests", [*tests, "cuda or gpu or copies_on_a_stream"], 120))
+    changes = {"u = 1": [], "U = 32": ["--heads-per-stage", "32" if GPU else "8"],
+               "U = 16": ["--heads-per-stage", "16" if GPU else "8"],  # at 1m, 32 are 2^31 elements
+               "no offload": ["--no-offload"], "attention twice": ["--no-keep-attention"]}
+
+    def rows(size, layers, *names):
+        return [(f"{model}, L = {layers}, {size}, {name}",
+                 [*one, "--ctx", size, "--layers", str(layers), *changes[name]], 150)
+                for name in names]
+
+    def one_of_8(size, limit):
+        return [(f"{wide}, L = 1, one rank of 8, {size}", [*rank, "--ctx", size], limit)]
+    parts += rows(f"128{k}", 2, "u = 1", "U = 32", "no offload", "attention twice")
+    parts += one_of_8(f"1{m}", 90)
+    parts += rows(f"512{k}", 2, "u = 1", "U = 32", "no offload")
+    parts += rows(f"1{m}", 1, "u = 1", "attention twice", "U = 16")
+    parts += rows(f"512{k}", 2, "attention twice")
+    return parts + (one_of_8(f"5{m}", 600) if long else [])
+
+
+def report_kernels(path=None):
+    """Every kernel here against the formula in float64, and its speed on one head."""
+    device, dtype = (torch.device("cuda"), BF16) if GPU else (torch.device("cpu"), F32)
+    rates = {d: {} for d in HEAD_SIZES}  # FLOP/s by head size, kernel and tokens
+    for d in HEAD_SIZES:
+        for name in ["torch", "cudnn", *PACKAGES] if GPU else ["cpu"]:
+            error = kernel_error(name, 4, 1, d, dtype, device)
+            print(f"{name:10} head size {d}: {error or 'right, forward and backward'}", flush=True)
+            if error:
+                continue
+            rates[d][name] = dict.fromkeys(LENGTHS.values(), 0)
+            for size, S in LENGTHS.items():
+                try:
+                    seconds = kernel_seconds(name, 1, 1, d, dtype, device, S)
+                    rates[d][name][S] = 3.5 * 2 * S**2 * d / seconds
+                    result = f"{tqdm.format_sizeof(rates[d][name][S])}FLOP/s"
+                except Exception as error:  # whatever a kernel throws at a length it cannot do
+                    result = str(error).split("\n")[0]
+                print(f"{name:10} head size {d}, {size} tokens: {result}", flush=True)
+    best = {d: max(names, key=lambda name: names[name][LONGEST])
+            for d, names in rates.items() if names}
+    if path:
+        Path(path).write_text(json.dumps(dict(rates=rates, best=best)))
+
+
+def report_row(name, result):
+    """A row of the markdown table."""
+    if "seconds" not in result:
+        return f"| {name} | {result['status']} | | | | |"
+    mfu = f"{result['mfu']:.1%}" if result.get("mfu") else ""
+    off = result["device_bytes"] / result["simulated_device_bytes"] - 1
+    return (f"| {name} | {result['seconds']:.2f} | {result['tokens_per_second']:,.0f} | {mfu} | "
+            f"{result['device_bytes'] / 2**30:.2f} ({off:+.1%}) | "
+            f"{result['host_bytes'] / 2**30:.2f} |")
+
+
+def report_promises(results):
+    """What the table is for: each promise of the project, what it came to, whether it holds."""
+    runs = {name: result for name, result in results.items() if "seconds" in result}
+    long = ("128k", "512k", "1m") if GPU else tuple(LENGTHS)
+
+    def find(words, what="seconds"):
+        return next((result[what] for name, result in runs.items() if words in name), None)
+
+    def judge(what, a, b, least=0.0, most=math.inf):
+        if a and b:
+            rule = f"at least {least}" if least else f"at most {most}"
+            missed = "" if least <= a / b <= most else ": MISSED"
+            yield f"{what}: {a / b:.3f}, must be {rule}{missed}"
+
+    for size in long:
+        one, twice, many, off = (find(f" {size}, {what}") for what in
+                                 ("u = 1", "attention twice", "U = ", "no offload"))
+        yield from judge(f"{size}, time with offload / without", one, off, most=1.02)
+        if size != long[0]:
+            yield from judge(f"{size}, time of one head a stage / of many", one, many, most=1.03)
+    one = f" {size}, u = 1"
+    yield from judge(f"{size}, time of attention twice / kept", twice, find(one), least=1.22)
+    alone = results.get("kernels", {}).get("rates", {}).get(str(HEAD_SIZES[0]), {}).get(
+        find(one, "kernel"), {}).get(str(LONGEST), 0)
+    yield from judge(f"{size}, FLOP/s of attention / of its kernel alone",
+                     find(one, "attention_flops_per_second"), alone, least=0.9)
+    # A utilisation counts 3 forward passes, where flash attention works for 3.5.
+    yield from judge(f"{size}, utilisation of the step / of its kernel alone",
+                     find(one, "flops_per_second"), alone * 3 / 3.5, least=0.85)
+    off = {name: abs(run["device_bytes"] / run["simulated_device_bytes"] - 1)
+           for name, run in runs.items()}
+    if off:
+        worst = max(off, key=off.get)
+        yield (f"peaks are within {off[worst]:.1%} of the dry run's ({worst}), must be within 5%"
+               + (": MISSED" if off[worst] > 0.05 else ""))
+
+
+def device_report(out, long=False):
+    """Run the parts, print each result, and write OUT.json and OUT.md."""
+    card = torch.cuda.get_device_name() if GPU else "a CPU, small sizes: no figure means anything"
+    title = f"Measured on {card}, torch {torch.__version__}."
+    head = [title, "", "| part | seconds a step | tokens/s | MFU | GiB at the peak (against the dry"
+            " run) | GiB on the host |", "|---|---|---|---|---|---|"]
+    out, began = Path(out).resolve(), time.monotonic()
+    files = [Path(f"{out}.{end}") for end in ("json", "md", "part.json")]
+    old = json.loads(files[0].read_text()) if files[0].exists() else {}
+    results = {part: result for part, result in old.get("parts", {}).items()
+               if result["status"] == "done" and old["title"] == title}
+    for part, command, limit in report_parts(long):
+        left = math.inf if long else BUDGET - (time.monotonic() - began)
+        if part not in results:
+            results[part] = dict(status="not run: the time was up")
+            if left > 20:
+                results[part] = report_part(command, min(limit, left), files[2],
+                                            results.get("kernels", {}).get("best", {}))
+            print(report_row(part, results[part]), flush=True)
+            if "seconds" not in results[part]:
+                print(results[part].get("output", "")[-1500:], flush=True)
+        rows = [report_row(*item) for item in results.items()]
+        promises = [f"- {line}" for line in report_promises(results)]
+        files[0].write_text(json.dumps(dict(title=title, parts=results), indent=1))
+        files[1].write_text("\n".join([*head, *rows, "", *promises]) + "\n")
+    print("\n".join(promises))
+
+
+def report_part(command, limit, seen, best):
+    """Run one part for at most `limit` seconds -> its status, output and figures."""
+    command = [best.get(word[5:], "auto") if word.startswith("BEST ") else word
+               for word in command]
+    command += ["--json", str(seen)] if command[0] != "-m" else []
+    seen.unlink(missing_ok=True)  # of a report that was cut off
+    try:
+        done = subprocess.run([sys.executable, *command], cwd=HERE, capture_output=True, text=True,
+                              timeout=limit)
+        text = (done.stdout + done.stderr).strip()
+        status = "done" if done.returncode == 0 else f"exit {done.returncode}"
+    except subprocess.TimeoutExpired as late:
+        text, status = (late.stdout or b"").decode(), f"stopped after {limit:.0f} s"
+    result = dict(status=status, output=text[-4000:])
+    if seen.exists():
+        result.update(json.loads(seen.read_text()))
+        seen.unlink()
+    return result
+
+
+def main(argv, tests):
+    if argv == ["--benchmark"]:
+        benchmark(tests)
+    elif argv[:1] == ["--kernels"]:
+        report_kernels(*argv[2:3])  # after --json
+    elif argv[:1] == ["--device-report"] and len(argv) > 1:
+        device_report(argv[1], long="--long" in argv[2:])
+    else:
+        sys.exit("usage: pytest test_upipe.py, or python test_upipe.py --benchmark, "
+                 "or python test_upipe.py --device-report OUT [--long]")

@@ -1,0 +1,163 @@
+"""The dry run tells what a real step holds."""
+import ast
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+import upipe
+from extras import GIB, memory
+from extras.road import ROAD, rows_of_road
+from test_upipe import RANKS, hide_the_gpu, stop_ranks  # noqa: F401
+from upipe import GPTConfig
+
+WATCHED = {2: GPTConfig(vocab_size=128, dim=64, n_layers=3, n_heads=8, n_kv_heads=2, head_dim=8,
+                        ffn_dim=160)}
+WATCHED[1] = replace(WATCHED[2], n_layers=2, qk_norm=True)
+WATCHED[4] = replace(WATCHED[2], n_kv_heads=8, head_dim=16, tie_embeddings=True)
+
+
+def dry(*flags):
+    """Settings as train.py makes them of its flags."""
+    return train.make_settings(["--dry-run", *flags])
+
+
+def watched_row(C, row):
+    """(Settings, whole) of one row of the road on C ranks of a CPU, for WATCHED."""
+    settings = dry("--device", "cpu", "--model", "tiny", "--ctx", "600", "--world", str(C),
+                   "--tile", "64", "--dtype", "float32", "--stream", "--offload")
+    rows = rows_of_road(replace(settings, config=WATCHED[C]))
+    return next((here, whole) for name, here, whole in rows if name == row)
+
+
+def rank_watched_step(settings, whole):
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    job = settings.meet(torch.device("cpu"), whole)
+    report = memory.report_of(memory.metered_step(settings, job))
+    if alone:
+        dist.destroy_process_group()
+    return report.device, report.host, set(report.kinds)
+
+
+@pytest.mark.parametrize("C, row", [(C, name) for C in (2, 4) for name, _ in ROAD]
+                         + [(1, "plain"), (1, "+ tiling"), (1, "+ keep_attention")])
+def test_the_dry_run_tells_what_a_real_step_holds(C, row):
+    """Simulated and measured peak agree within 2 %, host bytes to the byte, on every row; and no
+    tensor's kind is unknown."""
+    settings, whole = watched_row(C, row)
+    simulated = memory.report_of(memory.simulate(
+        replace(settings, world=1) if whole else settings, "cpu"))
+    for device, host, kinds in RANKS[C](rank_watched_step, settings, whole):
+        assert device == pytest.approx(simulated.device, rel=0.02)
+        assert host == simulated.host
+        assert not [kind for kind in kinds if kind.startswith("unknown")]
+    assert simulated.host > 0 or not settings.recipe.offload
+
+
+def test_kinds_are_named_after_functions_of_upipe():
+    """Who renames one there is told here."""
+    tree = ast.walk(ast.parse(Path(upipe.__file__).read_text()))
+    functions = {node.name for node in tree if isinstance(node, ast.FunctionDef)}
+    assert not memory.KINDS.keys() - functions
+
+
+@pytest.mark.parametrize("flags", [["--checkpoint", "1"], ["--checkpoint", "3", "--cp", "2"],
+                                   ["--checkpoint", "0", "--attention", "ulysses", "--tile", "0"]])
+def test_two_short_models_tell_what_eight_layers_need(flags):
+    """The extension to all layers agrees with a simulation of them all within 1 %, part by part."""
+    settings = dry("--model", "llama3.2-1b", "--layers", "8", "--ctx", "32k",
+                   "--world", "4", *flags)
+    short = memory.plan_memory(settings)
+    full = memory.plan_memory(settings, full=True)
+    assert short.device == pytest.approx(full.device, rel=0.01)
+    assert short.host == pytest.approx(full.host, rel=0.01)
+    assert sum(short.kinds.values()) == pytest.approx(short.device, rel=0.01)
+
+
+def test_skipping_the_tiles_between_changes_no_figure():
+    """A simulation of three tiles of each walk peaks where one of all tiles does."""
+    settings = dry("--model", "llama3.2-1b", "--layers", "2", "--ctx", "40k",
+                   "--world", "2", "--heads-per-stage", "8")
+    few, all_of_them = (memory.report_of(memory.simulate(settings, pages=pages))
+                        for pages in (memory.abridged, nullcontext))
+    assert (few.device, few.host) == (all_of_them.device, all_of_them.host)
+
+
+MUST = {  # flags: (GiB on a GPU, GiB of host) at most
+    "8 ranks, 5m, keeping attention": (["--ctx", "5m", "--keep-attention"], 44, None),
+    "8 ranks, 5m, segments of four": (["--ctx", "5m", "--checkpoint", "4"], 44, 84),
+    "8 ranks, 8m": (["--ctx", "8m", "--checkpoint", "1"], 60, None),
+    "8 ranks, 12m, weights on the host": (
+        ["--ctx", "12m", "--checkpoint", "4", "--offload-params"], 77, 2000 / 8),
+    "1 rank, 2m, weights on the host": (
+        ["--ctx", "2m", "--checkpoint", "4", "--offload-params", "--world", "1",
+         "--heads-per-stage", "4"], 77, 1000),
+    "qwen3-32b, 16 ranks, 6m": (
+        ["--ctx", "6m", "--model", "qwen3-32b", "--world", "16", "--checkpoint", "1",
+         "--no-keep-attention"], 77, 2000 / 8),
+}
+
+
+@pytest.mark.parametrize("case", MUST)
+def test_memory_at_millions_of_tokens_stays_within_its_bounds(case):
+    """What the README promises of eight and sixteen 80 GB GPUs, and of one."""
+    flags, device, host = MUST[case]
+    settings = dry(*flags)
+    report = memory.plan_memory(settings)
+    assert report.device <= device * GIB
+    assert host is None or report.host <= host * GIB
+
+
+def test_the_dry_run_sees_one_tensor_too_many(monkeypatch):
+    """If a block's backward pass held one more [s, D], the plan would grow by just that."""
+    settings = dry("--ctx", "5m", "--checkpoint", "1")
+    before = memory.plan_memory(settings).device
+    lean = upipe.attention_backward
+
+    def wasteful(x, o, *rest):
+        held = torch.empty_like(o)
+        out = lean(x, o, *rest)
+        del held
+        return out
+    monkeypatch.setattr(upipe, "attention_backward", wasteful)
+    after = memory.plan_memory(settings).device
+    assert after - before == settings.ctx // 8 * settings.config.dim * 2
+
+
+def test_a_dry_run_touches_no_network_and_no_device(monkeypatch):
+    """It opens no socket, asks for no real backend and no GPU, and leaves no process group."""
+    def refuse(*_, **__):
+        raise AssertionError("a dry run reached out")
+    monkeypatch.setattr(dist, "TCPStore", refuse)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
+    monkeypatch.setattr(dist, "ProcessGroupGloo", refuse)
+    settings = dry("--model", "llama3.2-1b", "--ctx", "16k", "--world", "4")
+    memory.plan_memory(settings)
+    assert not dist.is_initialized()
+
+
+def test_the_longest_context_is_the_last_that_fits():
+    """--max-ctx ends between a context that fits and one, 64k longer, that does not."""
+    settings = dry("--model", "llama3.2-1b", "--layers", "2", "--world", "2",
+                   "--gpu-mem", "24", "--max-ctx", "--checkpoint", "1", "--heads-per-stage", "32")
+    longest, report = memory.longest_context(settings)
+    assert report.device <= 21 * GIB and longest.ctx % 65536 == 0
+    more = memory.plan_memory(longest.at(ctx=longest.ctx + 65536))
+    assert more.device > 21 * GIB
+
+
+@pytest.mark.parametrize("flags, word", [
+    ("--ctx 4 --model llama3-70b", "GiB"), ("--ctx 5M --model tiny", "on this CPU"),
+    ("--ctx 4 --model llama3-70b --attention ulysses", "GiB")])
+def test_what_cannot_fit_or_end_is_refused_with_what_would(flags, word):
+    """Before the run, by the dry run and by the clock; --force runs it all the same."""
+    settings = train.make_settings(flags.split())
+    said = memory.too_much(settings)
+    assert word in said and "--ctx" in said and "--force" in said
+    assert memory.too_much(replace(settings, force=True)) is None
