@@ -11,8 +11,8 @@ Symbols, used in every shape comment (small letters are one rank's part):
     U  query heads in one stage, over all ranks: u = U/C a rank     V  vocabulary  F  MLP width
     t  tokens in one tile             n  kv heads that a stage reads
 There is no batch dimension: at these lengths the batch is one sequence. Activations are [s, D],
-heads [S, u, d]. `p` is the Pass: sizes, recipe, buffers; what a block knows beside x and weights.
-`group` is always a torch ProcessGroup: the C ranks.
+heads [S, u, d]. `p` is the Pass: all that a block knows beside x and weights. `group` is the torch
+ProcessGroup of the C ranks.
 
 Contents, in the order in which the memory runs out:
     1. Config and recipe     every size and every switch
@@ -27,8 +27,8 @@ Contents, in the order in which the memory runs out:
    10. What is legal         which ranks, heads and switches go together
 
 Words: a *stage* is heads, a *tile* is tokens, a *segment* is blocks, a *slab* is host memory;
-*park* and *fetch* move a tensor to the host and back. A gradient is d + name (dq), the log-sum-exp
-of the scores is lse.
+*park* and *fetch* move a tensor to the host and back. A gradient is d + name (dq); lse is the
+log-sum-exp of the scores.
 
 Not here: FSDP (a paragraph in part 2; it is torch's `fully_shard`, applied in train.py), dropout, a
 key/value cache, attention that is not causal, more than one sequence per call (accumulate
@@ -167,7 +167,7 @@ def span(name):
 # keeps nothing: its tables need no gradient.) `python test_upipe.py --kept` counts it.
 #
 # At 5M tokens s x D is 40 GiB on one rank: 22.5 x 40 GiB x 32 blocks = 28 TiB. Parts 3 to 9 leave
-# two of these. Which code a block runs is decided in Block.forward and GPT._run, by the recipe alone:
+# two of these. Which code a block runs is decided in Block.forward and GPT._run, by the recipe:
 #     checkpoint 0                     textbook()               forward, backward by autograd
 #     checkpoint 1, keep_attention     LeanBlock                keeps x, attention's output, lse
 #     checkpoint k                     Segment of k blocks      keeps x of the first; its backward
@@ -188,7 +188,6 @@ def rms_norm(x, weight, eps):  # [..., D], [D] -> [..., D]; in at least float32,
 
 def rotary(config, positions, dtype=torch.float32):
     """Rotary tables for `positions` [s]: cos and sin of position x frequency, [s, 2, d/2].
-
     In float64 and only then rounded to `dtype`: at position 5M, the product in float32 is off by up
     to 0.3 rad. Made anew for every pass: a buffer of the model would be lost when the model is
     built on the meta device. Sources: RoFormer, arXiv 2104.09864, section 3.4; arXiv 2407.21783."""
@@ -285,40 +284,30 @@ def textbook(x, w, p):
     return add_mlp(add_attention(x, ulysses_attention(q, k, v, p), w.wo), w.mlp, p.config)
 
 
-class Attention(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.q_proj = nn.Linear(c.dim, c.n_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.dim, c.n_kv_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=False)
-        if c.qk_norm:
-            self.q_norm, self.k_norm = nn.RMSNorm(c.head_dim), nn.RMSNorm(c.head_dim)
-
-
-class MLP(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.gate_proj = nn.Linear(c.dim, c.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(c.dim, c.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(c.ffn_dim, c.dim, bias=False)
-
-
 class Block(nn.Module):
+    """Norm, attention, norm, MLP: parameters under Hugging Face's names."""
+
     def __init__(self, c, index):
         super().__init__()
-        self.index, self.qk_norm = index, c.qk_norm
+        self.index = index
+        linear = lambda inner, outer: nn.Linear(inner, outer, bias=False)
+        q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        head_norms = ("q_norm", "k_norm") if c.qk_norm else ()
         self.input_layernorm = nn.RMSNorm(c.dim)
-        self.self_attn = Attention(c)
+        self.self_attn = nn.ModuleDict(dict(
+            q_proj=linear(c.dim, q), k_proj=linear(c.dim, kv), v_proj=linear(c.dim, kv),
+            o_proj=linear(q, c.dim), **{name: nn.RMSNorm(c.head_dim) for name in head_norms}))
         self.post_attention_layernorm = nn.RMSNorm(c.dim)
-        self.mlp = MLP(c)
+        self.mlp = nn.ModuleDict(dict(
+            gate_proj=linear(c.dim, c.ffn_dim), up_proj=linear(c.dim, c.ffn_dim),
+            down_proj=linear(c.ffn_dim, c.dim)))
 
     def weights(self):
         a, m = self.self_attn, self.mlp
-        head_norms = (a.q_norm.weight, a.k_norm.weight) if self.qk_norm else (None, None)
+        q_norm, k_norm = (a.q_norm.weight, a.k_norm.weight) if "q_norm" in a else (None, None)
         return Weights(
             QKV(self.input_layernorm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight,
-                *head_norms),
+                q_norm, k_norm),
             a.o_proj.weight,
             SwiGLU(self.post_attention_layernorm.weight, m.gate_proj.weight, m.up_proj.weight,
                    m.down_proj.weight))
@@ -393,11 +382,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed=0):
-        """Normal(0, 1/sqrt(D)); what a block adds to the residual stream 1/sqrt(2L) of that; norms
-        1.
-
-        A parameter depends on (seed, its name) alone, whatever the number of ranks: each rank draws
-        all of it and keeps its shard, one matrix at a time."""
+        """Normal(0, 1/sqrt(D)), what a block adds to the residual stream 1/sqrt(2L) of that; norms
+        are 1. A parameter depends on (seed, its name) alone, whatever the number of ranks: each
+        rank draws all of it and keeps its shard, one matrix at a time."""
         for name, weight in self.named_parameters():
             if weight.dim() == 1:
                 weight.fill_(1)
@@ -439,8 +426,7 @@ class GPT(nn.Module):
         return self._losses(tokens, labels, self._start(tokens, recipe, docs))
 
     def logits(self, tokens, recipe, docs=None):
-        """[s] -> [s, V] in at least float32. FSDP: register_fsdp_forward_method(model,
-        "logits")."""
+        """[s] -> [s, V] in at least float32. (FSDP: register_fsdp_forward_method.)"""
         p = self._start(tokens, recipe, docs)
         return self._run(tokens, p, lambda x, head: tiled(
             logits, p, x, None, self.norm.weight, head))
@@ -483,8 +469,7 @@ def run_blocks(x, p, blocks):
 
 
 def document_edges(starts, S):
-    """Starts of documents in a sequence of S tokens -> int32 edges [0, ..., S]. Raises
-    BadInput."""
+    """Starts of documents in a sequence of S tokens -> int32 [0, ..., S]. Raises BadInput."""
     starts = torch.as_tensor(starts, dtype=torch.int64)
     edges = F.pad(starts, (0, 1), value=S)
     if starts.dim() != 1 or len(starts) == 0 or starts[0] != 0 or (edges.diff() <= 0).any():
@@ -513,26 +498,24 @@ class Mask(NamedTuple):
 
 class Kernel(NamedTuple):
     """A pair. q, o [S, u, d] and k, v [S, n, d] are contiguous, n divides u, lse is [u, S]."""
-    forward: Callable                         # (q, k, v, mask) -> o, lse
-    backward: Callable                        # (do, q, k, v, o, lse, mask) -> dq, dk, dv
-    workspace: Callable = lambda *sizes: 0    # (S, u, n, d) -> bytes backward takes for itself
-    limit: float = 2**31                      # elements of q that it can index
+    forward: Callable      # (q, k, v, mask) -> o, lse
+    backward: Callable     # (do, q, k, v, o, lse, mask) -> dq, dk, dv
+    limit: float = 2**31   # elements of q that it can index
 
 
 def aten_kernel(forward, backward):
-    """A Kernel from aten's form, [batch, heads, S, d], which knows no documents.
-
-    The n kv heads become the batch, and each is repeated, by a view, for its u/n query heads. The
-    gradients of the repetitions are summed. Documents are worked through one by one."""
+    """A Kernel from aten's form, [batch, heads, S, d], which knows no documents: they are worked
+    through one by one. The n kv heads become the batch, and each is repeated, by a view, for its
+    u/n query heads; the gradients of the repetitions are summed."""
     batched = lambda x, n: x.unflatten(1, (n, -1)).permute(1, 2, 0, 3)  # [n, u/n, S, d]
     packed = lambda x: x.permute(2, 0, 1, 3).flatten(1, 2).contiguous()  # and back; n = 1: no copy
 
-    def fwd(q, k, v):
+    def one_forward(q, k, v):
         q, k, v = (batched(x, k.shape[1]) for x in (q, k, v))
         o, lse = forward(q, k.expand_as(q), v.expand_as(q))[:2]
         return packed(o), lse.flatten(0, 1)
 
-    def bwd(do, q, k, v, o, lse):
+    def one_backward(do, q, k, v, o, lse):
         lse = lse.unflatten(0, (k.shape[1], -1))
         do, q, k, v, o = (batched(x, k.shape[1]) for x in (do, q, k, v, o))
         dq, dk, dv = backward(do, q, k.expand_as(q), v.expand_as(q), o, lse)
@@ -540,22 +523,22 @@ def aten_kernel(forward, backward):
             dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
         return packed(dq), packed(dk), packed(dv)
 
-    def fwd_documents(q, k, v, mask):
-        parts = [fwd(q[a:b], k[a:b], v[a:b]) for a, b in documents(mask, len(q))]
-        return parts[0] if len(parts) == 1 else (
-            torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=1))
+    def all_forward(q, k, v, mask):
+        if mask.edges is None:
+            return one_forward(q, k, v)
+        edges = mask.edges.tolist()
+        parts = [one_forward(q[a:b], k[a:b], v[a:b]) for a, b in zip(edges, edges[1:])]
+        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
 
-    def bwd_documents(do, q, k, v, o, lse, mask):
-        parts = [bwd(*(x[a:b] for x in (do, q, k, v, o)), lse[:, a:b])
-                 for a, b in documents(mask, len(q))]
-        return parts[0] if len(parts) == 1 else [torch.cat(grads) for grads in zip(*parts)]
+    def all_backward(do, q, k, v, o, lse, mask):
+        if mask.edges is None:
+            return one_backward(do, q, k, v, o, lse)
+        edges = mask.edges.tolist()
+        parts = [one_backward(*(x[a:b] for x in (do, q, k, v, o)), lse[:, a:b])
+                 for a, b in zip(edges, edges[1:])]
+        return [torch.cat(grads) for grads in zip(*parts)]
 
-    return Kernel(fwd_documents, bwd_documents)
-
-
-def documents(mask, S):  # [(begin, end), ...]
-    edges = [0, S] if mask.edges is None else mask.edges.tolist()
-    return list(zip(edges, edges[1:]))
+    return Kernel(all_forward, all_backward)
 
 
 def torch_forward(q, k, v, mask):
@@ -575,45 +558,12 @@ def torch_backward(do, q, k, v, o, lse, mask):
     return [grad.view_as(x) for grad, x in zip(grads, (q, k, v))]
 
 
-def flash_attn_forward(q, k, v, mask):
-    import flash_attn.flash_attn_interface as fa
-    edges = mask.edges
-    form = dict(dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True)
-    if edges is not None:
-        return fa._flash_attn_varlen_forward(q, k, v, edges, edges, len(q), len(q), **form)[:2]
-    o, lse, *_ = fa._flash_attn_forward(q[None], k[None], v[None], window_size_left=-1,
-                                        window_size_right=-1, softcap=0.0, alibi_slopes=None,
-                                        return_softmax=False, **form)
-    return o[0], lse[0]
-
-
-def flash_attn_backward(do, q, k, v, o, lse, mask):
-    import flash_attn.flash_attn_interface as fa
-    edges = mask.edges
-    form = dict(dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True, window_size_left=-1,
-                window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False)
-    grads = [torch.empty_like(x) for x in (q, k, v)]
-    if edges is not None:
-        fa._flash_attn_varlen_backward(do, q, k, v, o, lse, *grads, edges, edges, len(q), len(q),
-                                       **form)
-    else:
-        fa._flash_attn_backward(*(x[None] for x in (do, q, k, v, o, lse, *grads)), **form)
-    return grads
-
-
-def flash_workspace(S, u, n, d):
-    """FlashAttention-2's backward: dq adds up in float32; rowsum(do o) is a float32 for each query;
-    with grouped heads, dk and dv of every query head (bfloat16) before they are summed."""
-    return 4 * S * u * (d + 1) + (2 * 2 * S * u * d if n < u else 0)
-
-
 aten = torch.ops.aten
 KERNELS = {  # extras/kernels.py adds others
     "cpu": aten_kernel(
         lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
         lambda *x: aten._scaled_dot_product_flash_attention_for_cpu_backward(*x, 0.0, True)),
-    "torch": Kernel(torch_forward, torch_backward, flash_workspace),
-    "flash-attn": Kernel(flash_attn_forward, flash_attn_backward, flash_workspace),
+    "torch": Kernel(torch_forward, torch_backward),
 }
 
 
@@ -680,7 +630,10 @@ class FlashAttention(torch.autograd.Function):
 def all_to_all(x, group=None, out=None):
     """x [C, s, u, d], destination rank first -> the same shape, source rank first. Both contiguous:
     gloo writes into a strided output without a complaint. Sends (C-1)/C of x's bytes."""
-    if group_size(group) == 1:
+    if x.shape[0] != group_size(group):
+        raise BadInput(f"all_to_all of {x.shape[0]} parts needs one for each of the group's"
+                       f" {group_size(group)} ranks")
+    if len(x) == 1:
         return x
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     assert x.is_contiguous() and out.is_contiguous(), (x.stride(), out.stride())
@@ -706,17 +659,11 @@ def seq_to_heads(x, group=None):
     """From "my tokens, all heads" to "all tokens, my heads": [C, s, u, d], destination rank first
     -> [S, u, d] in order. The gradient is heads_to_seq. Raises BadInput if x.shape[0] is not C.
     Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3."""
-    if x.shape[0] != group_size(group):
-        raise BadInput(f"x.shape[0]={x.shape[0]} must be the group's size {group_size(group)}")
     return AllToAll.apply(x, group).flatten(0, 1)
 
 
 def heads_to_seq(x, group=None):
-    """The way back: [S, u, d] -> [C, s, u, d], at index r my tokens of rank r's heads. Raises
-    BadInput if C does not divide S."""
-    if x.shape[0] % group_size(group):
-        raise BadInput(f"{x.shape[0]} tokens do not divide by the group's size"
-                       f" {group_size(group)}: pad them (see shard)")
+    """The way back: [S, u, d] -> [C, s, u, d], at index r my tokens of rank r's heads."""
     return AllToAll.apply(x.unflatten(0, (group_size(group), -1)), group)
 
 
@@ -915,13 +862,9 @@ def prefetch_before(p, entry, tile):
             x.prefetch(tile)
 
 
-def release(x):
-    """Give x's memory back though x itself lives on; restore(x) gets it some memory again."""
-    x.untyped_storage().resize_(0)
-
-
-def restore(x):
-    x.untyped_storage().resize_(x.numel() * x.element_size())
+def release(x, size=0):
+    """Give x's memory back though x itself lives on; with size=x.nbytes it gets some again."""
+    x.untyped_storage().resize_(size)
 
 
 # 6. Checkpointing ---------------------------------------------------------------------------------
@@ -1028,22 +971,22 @@ def own(dy):
     if references(dy) != lone_references() or not dy.is_contiguous():
         return dy.clone(memory_format=torch.contiguous_format)
     owned = dy.detach()
-    dy.set_()  # autograd itself still holds dy until backward returns
+    dy.set_()  # autograd itself holds dy until backward returns
     return owned
 
 
 def references(dy):
-    """How often Python, autograd's graph and views refer to a gradient and its memory."""
-    return (sys.getrefcount(dy), dy._use_count(),
-            torch._C._storage_Use_Count(dy.untyped_storage()._cdata))
+    """How often Python, autograd and views refer to a gradient and its memory."""
+    memory = dy.untyped_storage()._cdata
+    return sys.getrefcount(dy), dy._use_count(), torch._C._storage_Use_Count(memory)
 
 
 @lru_cache
 def lone_references():
-    """What references() says of a gradient made for one Function alone, seen by own() in it. It
-    depends on the versions of Python and PyTorch, hence it is measured."""
+    """What own() sees in a backward pass whose dy was made for it alone. Measured, since it depends
+    on the versions of Python and PyTorch."""
     seen = []
-    look = lambda dy: references(dy)  # as far from backward as in own()
+    look = lambda dy: references(dy)  # one call away from backward, as in own()
 
     class Probe(torch.autograd.Function):
         @staticmethod
@@ -1057,8 +1000,7 @@ def lone_references():
             return dy.clone()
 
     with torch.enable_grad():
-        x = torch.ones(1, requires_grad=True)
-        Probe.apply(Probe.apply(x)).backward()
+        Probe.apply(Probe.apply(torch.ones(1, requires_grad=True))).backward()
     return seen[-1]
 
 
@@ -1221,9 +1163,7 @@ class StageBuffers:
 
 
 def exchange(role, parts, p):
-    """All-to-all of parts, which yields (a, b, [t, C, n, d]): -> [S, n, d], in the buffer of
-    `role`.
-
+    """All-to-all of parts, which yields (a, b, [t, C, n, d]) -> [S, n, d] in the buffer of `role`.
     The one copy is here, where rows are sorted by destination; on arrival there is none."""
     send = None
     for a, b, part in parts:
@@ -1268,8 +1208,7 @@ def schedule(p):
 
 
 def attention_forward(x, w, p):
-    """Causal attention in stages: x [s, D], w QKV -> o [s, H, d], lse [H/C, S] of this rank's
-    heads.
+    """Attention in stages: x [s, D], w QKV -> o [s, H, d], lse [H/C, S] of this rank's heads.
 
     At its peak there are o and 7 stage buffers: send, q, k, v, the kernel's output, and o and do if
     there was a backward pass before. Sends (2H + 2 max(K, C)) s d elements, for any U."""
@@ -1398,7 +1337,7 @@ class LeanBlock(torch.autograd.Function):
                 release(dh)
             dk, dv = attention_backward(x, o, lse, dh_kept, w.wo, w.qkv, p)  # (b)
             if p.recipe.stream:
-                restore(dh)
+                release(dh, size=dh.nbytes)
         prefetch_before(p, ctx.kept, p.tile)
         if attention_needed:
             dw_qkv = project_backward(x, o, dk, dv, dh_kept, dh, w.qkv, x_needed, needed.qkv, p)
@@ -1462,23 +1401,19 @@ def check_recipe(recipe, config, C):
     need(r.tile >= 0, f"tile={r.tile} must be 0 (off) or a number of tokens")
     for name, on in (("attention='upipe'", r.attention == "upipe"), (f"tile={r.tile}", r.tile),
                      ("offload", r.offload)):
-        need(not on or r.checkpoint >= 1,
-             f"{name} needs checkpoint >= 1: with 0 the block is the textbook's, and autograd keeps"
-             " what it likes")
-    need(not r.keep_attention or r.checkpoint == 1,
-         f"keep_attention needs checkpoint=1, not {r.checkpoint}: longer segments run attention"
-         " again")
-    need(not r.stream or r.offload,
-         "stream needs offload: it reads from the host what offload has parked there")
+        need(r.checkpoint or not on, f"{name} needs checkpoint >= 1, not 0, the textbook's block")
+    need(not r.keep_attention or r.checkpoint == 1, "keep_attention needs checkpoint=1, not"
+         f" {r.checkpoint}: longer segments run attention again")
+    need(not r.stream or r.offload, "stream needs offload: it reads what offload has parked")
     need(r.kernel == "auto" or r.kernel in KERNELS,
          f"kernel={r.kernel!r} is unknown: use 'auto', {', '.join(sorted(KERNELS))}")
-    ranks = legal_ranks(H, K)
-    need(C in ranks, f"{C} ranks cannot share n_heads={H}, n_kv_heads={K}: their number must divide"
-                     f" H, and divide K or be a multiple of it (legal: {listed(ranks)})")
+    need(C in legal_ranks(H, K), f"{C} ranks cannot share n_heads={H}, n_kv_heads={K}: their number"
+         " must divide H, and divide K or be a multiple of it (legal:"
+         f" {', '.join(map(str, legal_ranks(H, K)))})")
     legal = legal_stage_heads(H, K, C)
     need(U in legal, f"heads_per_stage={U} is not possible with n_heads={H}, n_kv_heads={K} on {C}"
-                     " ranks: a stage takes part of the queries of one kv head per rank, or all of"
-                     f" several (legal: {listed(legal)})")
+         " ranks: a stage takes part of the queries of one kv head per rank, or all of several"
+         f" (legal: {', '.join(map(str, legal))})")
 
 
 def legal_ranks(H, K):
@@ -1492,7 +1427,3 @@ def legal_stage_heads(H, K, C):
     readers, kv = min(H // K, H // C), max(1, K // C)
     whole = lambda u: u % readers == 0 and kv % (u // readers) == 0
     return [u * C for u in range(1, H // C + 1) if readers % u == 0 or whole(u)]
-
-
-def listed(numbers):
-    return ", ".join(map(str, numbers))

@@ -1,6 +1,6 @@
 """More attention kernels, and the choice between all of them.
 
-On import they join upipe.KERNELS: FlashAttention 3 and 4 (packages of their own), cuDNN's, and
+On import they join upipe.KERNELS: the packages flash-attn and FlashAttention 3 and 4, cuDNN's, and
 "efficient", which takes float32 on CUDA. Which kernel is fastest depends on the card, the head size
 and what is installed, and a wrong one trains on in silence. So candidates are tried on a small
 input, against the formula in float64."""
@@ -34,7 +34,33 @@ def torch_kernel(impl):
     def backward(*args):
         select()
         return upipe.torch_backward(*args)
-    return Kernel(forward, backward, upipe.flash_workspace)
+    return Kernel(forward, backward)
+
+
+def flash_attn_forward(q, k, v, mask):
+    import flash_attn.flash_attn_interface as fa
+    edges = mask.edges
+    form = dict(dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True)
+    if edges is not None:
+        return fa._flash_attn_varlen_forward(q, k, v, edges, edges, len(q), len(q), **form)[:2]
+    o, lse, *_ = fa._flash_attn_forward(q[None], k[None], v[None], window_size_left=-1,
+                                        window_size_right=-1, softcap=0.0, alibi_slopes=None,
+                                        return_softmax=False, **form)
+    return o[0], lse[0]
+
+
+def flash_attn_backward(do, q, k, v, o, lse, mask):
+    import flash_attn.flash_attn_interface as fa
+    edges = mask.edges
+    form = dict(dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True, window_size_left=-1,
+                window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    if edges is not None:
+        fa._flash_attn_varlen_backward(do, q, k, v, o, lse, *grads, edges, edges, len(q), len(q),
+                                       **form)
+    else:
+        fa._flash_attn_backward(*(x[None] for x in (do, q, k, v, o, lse, *grads)), **form)
+    return grads
 
 
 def no_seed(q):  # of dropout, and its offset
@@ -67,6 +93,7 @@ def efficient_backward(do, q, k, v, o, lse):
 
 
 upipe.KERNELS.update({"torch": torch_kernel(None),  # it puts itself back in place, too
+                      "flash-attn": Kernel(flash_attn_forward, flash_attn_backward),
                       "fa3": torch_kernel("FA3"), "fa4": torch_kernel("FA4"),
                       "cudnn": aten_kernel(cudnn_forward, cudnn_backward),
                       "efficient": aten_kernel(efficient_forward, efficient_backward)})
