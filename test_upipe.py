@@ -22,6 +22,7 @@ in public: A loss and scaling, B shapes, C precision, D memory, E offload, F sha
 I data, J stability, K process groups.
 """
 import ctypes
+import doctest
 import functools
 import io
 import json
@@ -1213,7 +1214,8 @@ def rank_traffic(case):
 
 @pytest.mark.parametrize("C, H, K", [(2, 8, 4), (2, 8, 1), (4, 8, 8), (4, 8, 2), (4, 4, 4)])
 def test_traffic_does_not_depend_on_the_stages(C, H, K):
-    """(2H + 2K) s d forward, (4H + 4K) s d backward, one forward more to run attention again."""
+    """(2H + 2 max(K, C)) s d forward, (4H + 4 max(K, C)) s d backward, and one forward more to run
+    attention again."""
     config = replace(SMALL, n_heads=H, n_kv_heads=K)
     one = (H + max(K, C)) * config.head_dim  # a replicated kv head counts for each of its ranks
     for U in legal(H, K, C):
@@ -1222,6 +1224,36 @@ def test_traffic_does_not_depend_on_the_stages(C, H, K):
         for recipe, backward in ((keep, 4), (again, 6), (replace(again, checkpoint=2), 6)):
             sent = RANKS[C](rank_traffic, Case(C, config, recipe, 8))
             assert sent == [[2 * one, backward * one]] * C
+
+
+def kept_by_autograd(dtype):
+    """What the textbook's block keeps for the backward pass, in s x D elements of dtype."""
+    config = replace(PRESETS["llama3-8b"], vocab_size=9, dim=256, n_layers=1, head_dim=8,
+                     ffn_dim=896)
+    model, seen = GPT(config).to(dtype), {}
+    p = model._start(torch.zeros(128, dtype=torch.int64), Recipe(), None)
+    x = torch.randn(128, 256, dtype=dtype, requires_grad=True)
+    known = {w.untyped_storage().data_ptr() for w in [*model.parameters(), p.rope]}
+
+    def pack(t):
+        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model.layers[0](x, p)
+    return sum(size for at, size in seen.items() if at not in known) / x.nbytes
+
+
+@pytest.mark.parametrize("dtype, most", [(F32, 22.5), (BF16, 26.5)])
+def test_autograd_keeps_what_part_2_lists(dtype, most):
+    """The sum in the comment, but for lse and a number per token of each norm."""
+    kept = kept_by_autograd(dtype)
+    print(f"{dtype}: a block keeps {kept:.2f} s x D")
+    assert most < kept < most + 0.4
+
+
+def test_examples_in_docstrings_run():
+    """The schedule by hand, and checkpointing in its simplest form."""
+    assert doctest.testmod(upipe) == (0, 5)
 
 
 def rank_largest(case, dtype):

@@ -161,12 +161,13 @@ def span(name):
 # is in functions of (activations, weights), because parts 7 to 9 call them tile by tile and stage
 # by stage. What autograd keeps of one block for the backward pass, in units of s x D elements
 # (llama3-8b: H d = D, K d = D/4, F = 3.5 D):
-#     norm: its input and its output 2 | q and k, rotated, and v 1.5 | attention's output 1
-#     h and its norm 2 | MLP: gate, up, silu(gate) and their product 14            -> 20.5
-# In bfloat16 it is 22.5: a norm computes in float32, and its input is kept as that. (The rotation
-# keeps nothing: its tables need no gradient.) `python test_upipe.py --kept` counts it.
+#     norm: its input, the same normalised, and its output 3 | q and k, rotated, and v 1.5
+#     attention's output 1 | h and its norm 3 | MLP: gate, up, silu(gate), their product 14  -> 22.5
+# In bfloat16 it is 26.5: a norm computes in float32, and keeps two of its three as that. (The
+# rotation keeps nothing: its tables need no gradient. CUDA's norm keeps one less. A test counts:
+# test_autograd_keeps_what_part_2_lists.)
 #
-# At 5M tokens s x D is 40 GiB on one rank: 22.5 x 40 GiB x 32 blocks = 28 TiB. Parts 3 to 9 leave
+# At 5M tokens s x D is 40 GiB on one rank: 26.5 x 40 GiB x 32 blocks = 33 TiB. Parts 3 to 9 leave
 # two of these. Which code a block runs is decided in Block.forward and GPT._run, by the recipe:
 #     checkpoint 0                     textbook()               forward, backward by autograd
 #     checkpoint 1, keep_attention     LeanBlock                keeps x, attention's output, lse
@@ -624,7 +625,7 @@ class FlashAttention(torch.autograd.Function):
 # There are only K kv heads. If K >= C, each rank gets K/C of them. If K < C, C/K ranks share one:
 # each gets a replica, and the replicas' gradients are summed on the way home.
 #
-# Activations fall by C: from 28 TiB to 3.5 TiB a rank at C = 8. It still does not nearly fit.
+# Activations fall by C: from 33 TiB to 4.1 TiB a rank at C = 8. It still does not nearly fit.
 
 
 def all_to_all(x, group=None, out=None):
@@ -869,7 +870,7 @@ def release(x, size=0):
 
 # 6. Checkpointing ---------------------------------------------------------------------------------
 #
-# Of a block's 22 s D one must be kept: its input. The rest can be computed again in the backward
+# Of a block's 26 s D one must be kept: its input. The rest can be computed again in the backward
 # pass, at the price of one more forward pass (arXiv 1604.06174). Segment's docstring has the
 # simplest form. Segment itself is that for k blocks in a row. While they run again, each keeps its
 # input and its attention output (part 9), so that nothing runs a third time. Two levels: the inputs
@@ -1232,7 +1233,8 @@ def attention_backward(x, o, lse, dh, wo, w, p):
 
     q, k and v are projected again, and do is made of dh [s, D] as a stage needs it. At its peak
     there are dq, dk, dv and 11 stage buffers: send, q, k, v, o, do, the kernel's dq, dk, dv, the
-    sums of dk and dv. Sends (4H + 4 max(K, C)) s d elements."""
+    sums of dk and dv. Sends (4H + 4 max(K, C)) s d elements. (The sums are in the kernel's dtype:
+    of 8 and 16 stages in bfloat16, dk and dv are off by 0.6% and 0.7%; float32 sums leave 0.5%.)"""
     K, d = p.config.n_kv_heads, p.config.head_dim
     o = o.unflatten(1, (p.C, -1))  # [s, C, H/C, d]
     dk, dv = (o.new_empty(p.s, K, d) for _ in range(2))
