@@ -343,32 +343,25 @@ def with_defaults(flags):
     return flags
 
 
-def check_machine(flags):
-    """Refuse what the ranks or the GPUs of this machine cannot be."""
-    world, cp, local_world = flags["world"], flags["cp"], launched()[3]
+def fit_machine(flags):
+    """The flags, with float32 on a card that has no bfloat16. BadInput where the ranks or the GPUs
+    of this machine cannot be so."""
+    world, cp, (rank, _, local_rank, local_world) = flags["world"], flags["cp"], launched()
     if world % cp:
         legal = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise BadInput(f"--cp {cp} does not divide the {world} ranks of this job: use {legal}")
     if flags["dry_run"] or flags["device"] != "cuda":
-        return
+        return flags
     if local_world > torch.cuda.device_count():
         raise BadInput(f"--device cuda: {local_world} ranks on this machine, and PyTorch finds "
                        f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
-    if flags["dtype"] != "bfloat16" and not extra("kernels"):
-        raise BadInput(f"--dtype {flags['dtype']} on a GPU needs the folder extras, which is not "
-                       "here: use bfloat16")
-
-
-def choose_dtype(flags):
-    """--dtype, or float32 on a card that has no bfloat16."""
-    dtype, card = flags["dtype"], launched()[2]
-    if dtype != "bfloat16" or flags["dry_run"] or flags["device"] == "cpu":
-        return dtype
-    if torch.cuda.get_device_capability(card) >= (8, 0):
-        return dtype
-    if launched()[0] == 0:
-        print("notice    this GPU does not compute in bfloat16: float32 instead")
-    return "float32"
+    if flags["dtype"] == "bfloat16" and torch.cuda.get_device_capability(local_rank) < (8, 0):
+        if rank == 0:
+            print("notice    this GPU does not compute in bfloat16: float32 instead")
+        flags = {**flags, "dtype": "float32"}
+    if flags["dtype"] != "bfloat16":
+        extra("kernels", f"--dtype {flags['dtype']} on a GPU")
+    return flags
 
 
 def host_memory():
@@ -434,8 +427,7 @@ def make_settings(argv=None):
     saved = find_checkpoint(given["save"]) if given.keys() >= {"resume", "save"} else None
     flags = with_defaults({**DEFAULTS, **remembered(saved), **given})
     refuse_idle(given, flags)
-    check_machine(flags)
-    flags = {**flags, "dtype": choose_dtype(flags)}
+    flags = fit_machine(flags)
     beside = flags["init"] and Path(flags["init"]) / "tokenizer.json"
     path = flags["tokenizer"] or beside and beside.exists() and beside
     codec = extra("text", "--tokenizer").Tokenizer(path) if path else Bytes()
