@@ -104,7 +104,8 @@ FLAGS = {  # group: {flag: what argparse takes}; None, where no default stands, 
                        "vocabulary needs it); .npy (default: sources of Python's library)"),
         "--task": dict(choices=("text", "recall"), default="text",
                        help="recall: keys and values at the start, asked for at the end"),
-        "--tokenizer": dict(metavar="FILE", help="a tokenizer.json (default: the one in --init)"),
+        "--tokenizer": dict(metavar="FILE", help="a tokenizer.json, or bytes (default: the one "
+                              "in --init)"),
         "--docs": dict(type=number(int, 0), nargs="?", const=NO_ID, metavar="ID", help="attention "
                        "stays in a document: a file, or what follows a token ID")},
     "how memory is held": {  # the fields of upipe.Recipe, and how many ranks share a sequence
@@ -377,6 +378,8 @@ class Bytes:
 
 def find_codec(flags):
     beside = Path(flags["init"] or "") / "tokenizer.json"
+    if flags["tokenizer"] == "bytes":
+        return Bytes()
     if flags["tokenizer"] or flags["init"] and beside.exists():
         return extra("text", "--tokenizer").Tokenizer(flags["tokenizer"] or beside)
     return Bytes()
@@ -439,6 +442,9 @@ def refuse_early(settings):
             extra(module, flag)
             if package:
                 import_module("extras").need(package, flag)
+    if settings.init and not (settings.dry_run or settings.road or settings.one_rank_of):
+        paths = find_files(settings.data) if settings.task == "text" else ()
+        extra("hf", "--init").refuse_early(settings, paths)
 
 
 NEEDS = (  # flag, the module of extras that it needs, and a package
