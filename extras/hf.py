@@ -79,7 +79,8 @@ def read_config(folder):
     names, kind = c.get("architectures"), c.get("model_type")
     name = next((name for name in QK_NORM if names == [name]), None)
     check(name and kind in (None, "llama", "qwen3"),  # tensors tell if it is the other of the two
-          f"{path}: {names} of model_type {kind} is not supported: only {', '.join(QK_NORM)}")
+          f"{path}: architectures={names} of model_type {kind} is not supported: one of "
+          f"{', '.join(QK_NORM)} is")
     if c.get("use_sliding_window") is False:
         c.pop("sliding_window", None)  # what it would be
     for key, value in PLAIN.items():
@@ -127,8 +128,8 @@ def find_tensors(folder):
           f"{index}: weight_map must name the file of each tensor")
     files = {*listed.values()} or {path.name for path in folder.glob("*.safetensors")}
     others = sorted(path.name for path in folder.glob("*.bin"))[:1]
-    check(files, f"--init {folder} has {others or 'no weights'}, and wants .safetensors: "
-          "save_pretrained of transformers writes them")
+    check(files, f"--init {folder} has {', '.join(others) or 'no weights'}: only .safetensors are "
+          "read, which save_pretrained of transformers writes")
     for file in sorted(files):
         for name, facts in read_header(folder / file).items():
             if listed and listed.get(name) != file:

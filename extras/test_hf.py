@@ -1,7 +1,9 @@
 """Weights come in and go out as transformers has them."""
 import functools
 import json
+import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from extras.hf import published_name, read_config
+from extras.hf import make_config, published_name, read_config
 from test_upipe import hide_the_gpu, main, stop_ranks  # noqa: F401
 from upipe import IGNORE, PRESETS
 
@@ -112,6 +114,20 @@ def test_an_exported_model_is_in_transformers_what_was_loaded_on_two_ranks(name,
     assert not (tmp_path / "out" / "sharded").exists()
     with loaded(tmp_path / "out") as (model, recipe):
         assert (model.logits(tokens[0], recipe) - theirs(tokens).logits[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3, tied"])
+def test_an_export_changes_in_the_config_what_the_run_changed(name, tmp_path):
+    """The type, the rotary base, and positions, but only upwards."""
+    _, path = published(name, tmp_path)
+    for ctx, positions in ((64, 256), (1024, 1024)):
+        settings = train.make_settings(["--init", str(path), "--ctx", str(ctx), "--dtype",
+                                        "bfloat16"])
+        settings = replace(settings, config=replace(settings.config, rope_theta=7.0))
+        expected = config_of(path)
+        expected["rope_parameters"]["rope_theta"] = 7.0
+        assert make_config(settings) == expected | dict(dtype="bfloat16",
+                                                        max_position_embeddings=positions)
 
 
 def test_a_model_of_our_own_is_exported_with_a_config_of_our_own(tmp_path):
@@ -246,30 +262,38 @@ MISFITS = {  # what is wrong with a folder: words for config.json, or a function
                                "model.layers.0.self_attn.k_norm.weight"),
     "only .bin": (only_bin, "pytorch_model.bin", ".safetensors"),
     "empty file": (holds(""), "model.safetensors"),
-    "pointer": (holds("version https://git-lfs.github.com/spec/v1"), "model.safetensors", "Git LFS"),
+    "pointer": (holds("version https://git-lfs.github.com/spec/v1"), "model.safetensors", "LFS"),
     "cut file": (cut, "model.safetensors"),
-    "twice, no index": (copied, "model.safetensors", "old.safetensors", "model.embed_tokens"),
+    "twice, no index": (copied, "model.safetensors", "old.safetensors", "lm_head.weight"),
     "index of a missing file": (holds('{"weight_map": {"a": "b.safetensors"}}',
                                       "model.safetensors.index.json"), "b.safetensors"),
     "index without a map": (holds("{}", "model.safetensors.index.json"), "weight_map"),
 }
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return published("llama", tmp_path_factory.mktemp("hf"))[1]
+
+
 @pytest.mark.parametrize("name", MISFITS)
-def test_a_folder_that_does_not_fit_is_refused_by_name(name, tmp_path):
+def test_a_folder_that_does_not_fit_is_refused_by_name(name, llama, tmp_path):
     """In one line, before the ranks meet."""
     change, *said = MISFITS[name]
-    _, path = published("llama", tmp_path)
-    change(path) if callable(change) else write(path, **change)
+    path = shutil.copytree(llama, tmp_path / "llama")
+    if callable(change):
+        change(path)
+    else:
+        write(path, **change)
     with pytest.raises(train.BadInput) as refusal:
         train.refuse_early(train.make_settings(["--init", str(path), "--tokenizer", "bytes"]))
     assert all(word in str(refusal.value) for word in said), refusal.value
     assert "\n" not in str(refusal.value)
 
 
-def test_released_weights_are_not_trained_on_bytes_unless_asked_to(tmp_path):
+def test_released_weights_are_not_trained_on_bytes_unless_asked_to(llama, tmp_path):
     """Token ids need no tokenizer."""
-    _, path = published("llama", tmp_path)
+    path = shutil.copytree(llama, tmp_path / "llama")
     (path / "tokenizer.model").write_text("")
     (tmp_path / "text.txt").write_text("text")
     np.save(tmp_path / "ids.npy", np.arange(600) % 97)
