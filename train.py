@@ -125,8 +125,8 @@ FLAGS = {
         "--rope-theta": Flag(positive, None, "base of the positions (default: the model's)")},
     "how memory is held": {  # the fields of upipe.Recipe, and more
         "--cp": Flag(count, None, "ranks that share one sequence (default: all)"),
-        "--attention": Flag(("plain", "ulysses", "upipe"), None, "default: upipe; with --checkpoint "
-                            "0 the textbook's"),
+        "--attention": Flag(("plain", "ulysses", "upipe"), None, "default: upipe, or with "
+                            "--checkpoint 0 the textbook's"),
         "--heads-per-stage": Flag(whole, 0, "over all ranks; 0 = fewest"),
         "--checkpoint": Flag(whole, None, "blocks per segment; 0 = off (default: 1, or 4 if the "
                              "host is full)"),
@@ -144,7 +144,7 @@ FLAGS = {
         "--data": Flag(str, None, "text file or folder, read as bytes; .bin (uint16, or uint32 "
                        "where the vocabulary needs it); .npy (default: sources of Python's "
                        "standard library)", TEXT),
-        "--tokenizer": Flag(str, None, "file (default: that of --init)", TEXT, "text tokenizers"),
+        "--tokenizer": Flag(str, None, "file, or bytes (default: that of --init)", TEXT, "text tokenizers"),
         "--docs": Flag(whole, None, "attention stays in a document: a file, or what follows a "
                        "token ID", TEXT, more=dict(nargs="?", const=NO_ID, metavar="ID")),
         "--task": Flag(("text", "recall"), "text", "recall: of what stood at the start"),
@@ -468,6 +468,9 @@ def refuse_early(settings):
         settings.prompt.encode()
     except UnicodeError as error:
         raise BadInput(f"--prompt {settings.prompt!r} is no text: {error}")
+    if settings.init and not (settings.road or settings.one_rank_of):
+        paths = find_files(settings.data) if settings.task == "text" else ()
+        extra("hf", "--init").refuse_early(settings, paths)
 
 
 # 3. Ranks and groups ------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Weights come in and go out as transformers has them."""
 import functools
 import json
+import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import train
-from extras.hf import published_name
+from extras.hf import make_config, published_name, read_config
 from test_upipe import hide_the_gpu, main, stop_ranks  # noqa: F401
-from upipe import IGNORE
+from upipe import IGNORE, PRESETS
 
 SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                original_max_position_embeddings=16)
@@ -45,9 +47,10 @@ def published(name, folder, shards=False):
 
 
 @contextmanager
-def loaded(path, *flags):
+def loaded(path):
     """train.py's own way to a model: (model, recipe)."""
-    settings = train.make_settings(["--init", str(path), "--ctx", "64", *flags])
+    settings = train.make_settings(["--init", str(path), "--ctx", "64", "--tokenizer", "bytes"])
+    train.refuse_early(settings)
     job = train.join(settings)
     try:
         model, optimizer = train.build(settings, job)
@@ -77,11 +80,27 @@ def test_published_weights_give_the_logits_and_gradients_that_transformers_gives
         assert grad.norm() > 1e-4 and (grads[n] - grad).norm() < 1e-4 * grad.norm(), n
 
 
+def config_of(path):
+    return json.loads((path / "config.json").read_text())
+
+
+def write(path, **config):
+    """Other words in the folder's config.json; `...` takes one out."""
+    c = {key: value for key, value in (config_of(path) | config).items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(c))
+
+
 @pytest.mark.parametrize("name", ["llama, tied", "qwen3"])
 def test_an_exported_model_is_in_transformers_what_was_loaded_on_two_ranks(name, tmp_path):
-    """Bit for bit, tied or not, though no dimension divides by the ranks; tokenizer and all."""
+    """Bit for bit, tied or not, though no dimension divides by the ranks; the stop tokens, the
+    positions, the tokenizer and the chat template are those of the source."""
     theirs, path = published(name, tmp_path)
-    (path / "tokenizer_config.json").write_text("{}")
+    write(path, eos_token_id=[5, 7], bos_token_id=3, max_position_embeddings=512)
+    kept = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja", "vocab.json",
+            "tokenizer.model", "additional_chat_templates/tools.jinja")
+    for file in kept:
+        (path / file).parent.mkdir(exist_ok=True)
+        (path / file).write_text("{}")
     np.save(tmp_path / "ids.npy", np.arange(600) % 97)
     out = main(2, "--init", path, "--data", tmp_path / "ids.npy", "--ctx", 64, "--steps", 0,
                "--export", tmp_path / "out", "--heads-per-stage", 4)
@@ -90,26 +109,149 @@ def test_an_exported_model_is_in_transformers_what_was_loaded_on_two_ranks(name,
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokens = torch.arange(60)[None]
     assert torch.equal(back.eval()(tokens).logits, theirs(tokens).logits)
-    assert (tmp_path / "out" / "tokenizer_config.json").exists()
+    assert config_of(tmp_path / "out") == config_of(path)
+    assert all((tmp_path / "out" / file).exists() for file in kept)
     assert not (tmp_path / "out" / "sharded").exists()
     with loaded(tmp_path / "out") as (model, recipe):
         assert (model.logits(tokens[0], recipe) - theirs(tokens).logits[0]).abs().max() < 1e-4
 
 
-def spoilt(path, **config):
-    """The folder, with other words in config.json; `...` takes one out."""
-    c = json.loads((path / "config.json").read_text()) | config
-    c = {key: value for key, value in c.items() if value is not ...}
-    (path / "config.json").write_text(json.dumps(c))
+@pytest.mark.parametrize("name", ["llama", "qwen3, tied"])
+def test_an_export_changes_in_the_config_what_the_run_changed(name, tmp_path):
+    """The type, the rotary base, and positions, but only upwards."""
+    _, path = published(name, tmp_path)
+    for ctx, positions in ((64, 256), (1024, 1024)):
+        settings = train.make_settings(["--init", str(path), "--ctx", str(ctx), "--dtype",
+                                        "bfloat16"])
+        settings = replace(settings, config=replace(settings.config, rope_theta=7.0))
+        expected = config_of(path)
+        expected["rope_parameters"]["rope_theta"] = 7.0
+        assert make_config(settings) == expected | dict(dtype="bfloat16",
+                                                        max_position_embeddings=positions)
 
 
-MISFITS = {
+def test_a_model_of_our_own_is_exported_with_a_config_of_our_own(tmp_path):
+    """It names no stop token: transformers would take 2 for one where the file is silent."""
+    transformers = pytest.importorskip("transformers")
+    assert "export" in main(1, "--steps", 0, "--ctx", 64, "--export", tmp_path / "out",
+                            "--eval-windows", 1)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id) == (None, None)
+    assert config.max_position_embeddings == 64 and str(config.dtype) == "torch.float32"
+    assert read_config(tmp_path / "out") == PRESETS["tiny"]
+
+
+RELEASED = dict(  # as they were published, but for keys that say nothing
+    attention_bias=False, attention_dropout=0.0, bos_token_id=128000, eos_token_id=[128001, 128009],
+    hidden_act="silu", initializer_range=0.02, torch_dtype="bfloat16", use_cache=True)
+LLAMA = RELEASED | dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", mlp_bias=False, pretraining_tp=1,
+    max_position_embeddings=131072, rms_norm_eps=1e-05, rope_theta=500000.0, vocab_size=128256)
+RELEASES = {
+    "llama3-8b": LLAMA | dict(
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_hidden_layers=32,
+        num_key_value_heads=8, rope_scaling=None, tie_word_embeddings=False),
+    "llama3.2-1b": LLAMA | dict(
+        hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_hidden_layers=16,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True, rope_scaling=dict(
+            factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0, rope_type="llama3",
+            original_max_position_embeddings=8192)),
+    "qwen3-32b": RELEASED | dict(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=128, hidden_size=5120,
+        intermediate_size=25600, max_position_embeddings=40960, max_window_layers=64,
+        num_attention_heads=64, num_hidden_layers=64, num_key_value_heads=8, rms_norm_eps=1e-06,
+        rope_scaling=None, rope_theta=1000000, sliding_window=None, use_sliding_window=False,
+        tie_word_embeddings=False, vocab_size=151936),
+}
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_released_configs_are_the_models_that_go_by_their_names(name, tmp_path):
+    """In the words of transformers 4 and in those of 5."""
+    (tmp_path / "config.json").write_text(json.dumps(RELEASES[name]))
+    assert read_config(tmp_path) == PRESETS[name]
+    scaling = RELEASES[name]["rope_scaling"] or dict(rope_type="default")
+    write(tmp_path, rope_theta=..., rope_scaling=...,
+          rope_parameters=scaling | dict(rope_theta=RELEASES[name]["rope_theta"]))
+    assert read_config(tmp_path) == PRESETS[name]
+
+
+def test_the_index_decides_which_files_are_read(tmp_path, capsys):
+    """A stale shard with the same names is not; nor are rotary tables. Both are said."""
+    from safetensors.torch import load_file, save_file
+    theirs, path = published("llama", tmp_path, shards=True)
+    index = path / "model.safetensors.index.json"
+    first = sorted(path.glob("*.safetensors"))[0]
+    tensors, listed = load_file(first), json.loads(index.read_text())
+    for stale in ("model.safetensors", "zz.safetensors"):
+        save_file({name: x + 1 for name, x in tensors.items()}, path / stale)
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    save_file(tensors | table, first)
+    listed["weight_map"] |= {name: first.name for name in table}
+    index.write_text(json.dumps(listed))
+    tokens = torch.arange(60)[None]
+    with loaded(path) as (model, recipe):
+        assert (model.logits(tokens[0], recipe) - theirs(tokens).logits[0]).abs().max() < 1e-4
+    out = capsys.readouterr().out
+    assert all(f"{word} is not" in out for word in ("zz.safetensors", "rotary_emb.inv_freq"))
+
+
+def rope(**more):
+    return dict(rope_parameters={**SCALING, "rope_theta": 500.0, **more})
+
+
+def only_bin(path):
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+def cut(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def holds(text, file="model.safetensors"):
+    return lambda path: (path / file).write_text(text)
+
+
+def copied(path):
+    (path / "old.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+
+
+MISFITS = {  # what is wrong with a folder: words for config.json, or a function; what is said
     "architecture": (dict(architectures=["GPT2LMHeadModel"]),
                      "GPT2LMHeadModel", "LlamaForCausalLM"),
+    "no architecture": (dict(architectures=...), "LlamaForCausalLM"),
+    "another class": (dict(model_type="mistral"), "mistral"),
     "bias": (dict(attention_bias=True), "attention_bias"),
-    "rotary scaling": (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0)),
-                       "yarn"),
-    "missing number": (dict(intermediate_size=...), "intermediate_size"),
+    "bias of the MLP": (dict(mlp_bias=True), "mlp_bias"),
+    "dropout": (dict(attention_dropout=0.1), "attention_dropout"),
+    "activation": (dict(hidden_act="gelu"), "hidden_act", "gelu"),
+    "window": (dict(use_sliding_window=True, sliding_window=64), "use_sliding_window"),
+    "window alone": (dict(sliding_window=64), "sliding_window"),
+    "window in a layer": (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+    "both directions": (dict(is_causal=False), "is_causal"),
+    "layers that differ": (dict(per_layer_config={"0": {}}), "per_layer_config"),
+    "quantized": (dict(quantization_config=dict(bits=4)), "quantization_config"),
+    "code of its own": (dict(auto_map={"AutoConfig": "a.B"}), "auto_map"),
+    "a relative's scaling": (dict(logits_scaling=8.0), "logits_scaling"),
+    "a relative's norm": (dict(use_qk_norm=True), "use_qk_norm"),
+    "half the rotary dims": (rope(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "half of them, said outside": (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "rotary scaling": (rope(rope_type="yarn"), "yarn"),
+    "rotary base per layer": (dict(rope_parameters=dict(full_attention=SCALING)), "full_attention"),
+    "no rotary base": (rope(rope_theta=None), "rope_theta", "missing"),
+    "rotary base as text": (rope(rope_theta="500"), "rope_theta", "'500'"),
+    "rotary list": (dict(rope_scaling=[8.0]), "rope_scaling"),
+    **{f"scaling without {key}": (rope(**{key: None}), key, "missing") for key in SCALING
+       if key != "rope_type"},
+    "scaling upside down": (rope(low_freq_factor=4.0), "low_freq_factor"),
+    "missing number": (dict(intermediate_size=...), "intermediate_size", "missing"),
+    "number as text": (dict(vocab_size="300"), "vocab_size='300'"),
+    "no number": (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan"),
+    "positions as text": (dict(max_position_embeddings="8k"), "max_position_embeddings='8k'"),
+    "tie as text": (dict(tie_word_embeddings="no"), "tie_word_embeddings='no'"),
+    "a list": (holds("[]", "config.json"), "config.json", "list"),
+    "cut config": (holds("{", "config.json"), "config.json"),
     "wrong shape": (dict(intermediate_size=60),
                     "model.layers.0.mlp.down_proj.weight", "[48, 56]", "[48, 60]"),
     "missing tensor": (dict(num_hidden_layers=3),
@@ -118,19 +260,52 @@ MISFITS = {
                      "model.layers.1.input_layernorm.weight", "no place"),
     "heads of another model": (dict(architectures=["Qwen3ForCausalLM"]),
                                "model.layers.0.self_attn.k_norm.weight"),
+    "only .bin": (only_bin, "pytorch_model.bin", ".safetensors"),
+    "empty file": (holds(""), "model.safetensors"),
+    "pointer": (holds("version https://git-lfs.github.com/spec/v1"), "model.safetensors", "LFS"),
+    "cut file": (cut, "model.safetensors"),
+    "twice, no index": (copied, "model.safetensors", "old.safetensors", "lm_head.weight"),
+    "index of a missing file": (holds('{"weight_map": {"a": "b.safetensors"}}',
+                                      "model.safetensors.index.json"), "b.safetensors"),
+    "index without a map": (holds("{}", "model.safetensors.index.json"), "weight_map"),
 }
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return published("llama", tmp_path_factory.mktemp("hf"))[1]
+
+
 @pytest.mark.parametrize("name", MISFITS)
-def test_a_folder_that_does_not_fit_is_refused_by_name(name, tmp_path):
-    """Before anything is trained."""
+def test_a_folder_that_does_not_fit_is_refused_by_name(name, llama, tmp_path):
+    """In one line, before the ranks meet."""
     change, *said = MISFITS[name]
-    _, path = published("llama", tmp_path)
-    spoilt(path, **change)
-    with pytest.raises(train.BadInput) as refusal, loaded(path):
-        pass
+    path = shutil.copytree(llama, tmp_path / "llama")
+    if callable(change):
+        change(path)
+    else:
+        write(path, **change)
+    with pytest.raises(train.BadInput) as refusal:
+        train.refuse_early(train.make_settings(["--init", str(path), "--tokenizer", "bytes"]))
     assert all(word in str(refusal.value) for word in said), refusal.value
     assert "\n" not in str(refusal.value)
+
+
+def test_released_weights_are_not_trained_on_bytes_unless_asked_to(llama, tmp_path):
+    """Token ids need no tokenizer."""
+    path = shutil.copytree(llama, tmp_path / "llama")
+    (path / "tokenizer.model").write_text("")
+    (tmp_path / "text.txt").write_text("text")
+    np.save(tmp_path / "ids.npy", np.arange(600) % 97)
+
+    def start(*flags):
+        train.refuse_early(train.make_settings(["--init", str(path), *map(str, flags)]))
+    for flags in ([], ["--data", tmp_path / "text.txt"],
+                  ["--data", tmp_path / "ids.npy", "--sample", 1]):
+        with pytest.raises(train.BadInput, match="--tokenizer|its tokenizer 256"):
+            start(*flags)
+    start("--data", tmp_path / "ids.npy")
+    start("--tokenizer", "bytes")
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
