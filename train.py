@@ -786,6 +786,8 @@ def find_data(job, settings):
     held_out = eval_starts(valid, ctx, windows)
     job.say(f"data      {settings.data or 'the Python standard library'}: {len(train):,} tokens, "
             f"and {len(valid):,} to validate: {len(held_out)} windows")
+    if encoded and not encoded.before and not encoded.after:
+        job.say("notice    no file says which token ends a text: texts follow without one between")
     compare = ""
     if job.rank == 0 and config.vocab_size >= 256 and train.parts[0].dtype == np.uint8:
         compare = f" (bigrams: {bigram_loss(train, valid, held_out, ctx):.3f})"

@@ -126,17 +126,16 @@ def tokenize(paths, tokenizer):
         digest.update(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "upipe"
     cache = home / f"{digest.hexdigest()[:32]}.bin"
-    if not (ends := read_ends(cache, len(paths), dtype)):
+    if read_ends(cache, len(paths), dtype) is None:
         write_cache(paths, tokenizer, cache, dtype)
-        ends = read_ends(cache, len(paths), dtype)
-    return cache, dtype, ends
+    return cache, dtype, read_ends(cache, len(paths), dtype)
 
 
 def read_ends(cache, n, dtype):
     """Where the ids of n texts end, as stands behind them; None if the cache is not whole."""
     size = cache.stat().st_size - 8 * n if cache.exists() else -1
-    ends = np.fromfile(cache, "<i8", offset=size).tolist() if size >= 0 and n else []
-    return ends if ends and ends[-1] * dtype.itemsize == size else None
+    ends = np.fromfile(cache, "<i8", offset=size).tolist() if size >= 0 else []
+    return ends if sum(ends[-1:]) * dtype.itemsize == size else None
 
 
 def write_cache(paths, tokenizer, cache, dtype):
