@@ -33,6 +33,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from bisect import bisect, bisect_left
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from datetime import timedelta
@@ -144,7 +145,8 @@ FLAGS = {
         "--data": Flag(str, None, "text file or folder, read as bytes; .bin (uint16, or uint32 "
                        "where the vocabulary needs it); .npy (default: sources of Python's "
                        "standard library)", TEXT),
-        "--tokenizer": Flag(str, None, "file, or bytes (default: that of --init)", TEXT, "text tokenizers"),
+        "--tokenizer": Flag(str, None, "file, or bytes (default: that of --init)", TEXT,
+                            "text tokenizers"),
         "--docs": Flag(whole, None, "attention stays in a document: a file, or what follows a "
                        "token ID", TEXT, more=dict(nargs="?", const=NO_ID, metavar="ID")),
         "--task": Flag(("text", "recall"), "text", "recall: of what stood at the start"),
@@ -392,7 +394,7 @@ def find_machine(flags):
 
 class Bytes:
     """The tokenizer that needs no file: a text is its bytes."""
-    size, begin = 256, []
+    size = 256
 
     def encode(self, text):
         return list(text.encode())
@@ -560,17 +562,37 @@ def meet(cp, device, whole=False):
 
 
 # 4. Data ------------------------------------------------------------------------------------------
-# A data set is a list of files, seen as one row of token ids. A rank maps only the pages that its
+# A data set is a list of files, seen as one row of token ids. A rank reads only the bytes that its
 # own slice of a window needs. There is no loader with a state: which window comes when is computed
 # from the step, so that a run that was cut in two draws the windows of one that was not.
 
 
+class Part(NamedTuple):
+    """Where token ids lie. No file stays open: a system allows a process few, data has many."""
+    path: Path
+    dtype: np.dtype
+    start: int  # of the first id, in bytes
+    count: int  # of ids
+
+    def cut(self, start, stop):
+        return self._replace(start=self.start + start * self.dtype.itemsize, count=stop - start)
+
+    def read(self):
+        try:
+            ids = np.fromfile(self.path, self.dtype, self.count, offset=self.start)
+        except OSError as error:
+            raise BadInput(f"--data: {error}")
+        if len(ids) < self.count:
+            raise BadInput(f"{self.path} is shorter than it was at the start of this run")
+        return ids
+
+
 class Tokens:
-    """Memory-mapped files, one behind the other, as one row of token ids."""
+    """Parts of files, one behind the other, as one row of token ids."""
 
     def __init__(self, parts, vocab):
-        self.parts, self.vocab = [part for part in parts if len(part)], vocab
-        self.begins = np.cumsum([0] + [len(part) for part in self.parts]).tolist()
+        self.parts, self.vocab = [part for part in parts if part.count], vocab
+        self.begins = np.cumsum([0] + [part.count for part in self.parts]).tolist()
 
     def __len__(self):
         return self.begins[-1]
@@ -578,15 +600,15 @@ class Tokens:
     def read(self, start, stop):
         """ids [start, stop) as int64. Reads nothing else from the disk."""
         ids = np.empty(stop - start, np.int64)
-        for part, begin in zip(self.parts, self.begins):
-            a, b = max(start - begin, 0), min(stop - begin, len(part))
-            if a < b:
-                found = part[a:b]
-                legal = (found >= 0) & (found < self.vocab)
-                if not legal.all():
-                    raise BadInput(f"{part.filename}: token id {found[legal.argmin()]} is not in "
-                                   f"the vocabulary of {self.vocab} (another integer width?)")
-                ids[begin + a - start:begin + b - start] = found
+        for i in range(bisect(self.begins, start) - 1, bisect_left(self.begins, stop)):
+            part, begin = self.parts[i], self.begins[i]
+            a, b = max(start - begin, 0), min(stop - begin, part.count)
+            found = part.cut(a, b).read()
+            legal = (found >= 0) & (found < self.vocab)
+            if not legal.all():
+                raise BadInput(f"{part.path}: token id {found[legal.argmin()]} is not in the "
+                               f"vocabulary of {self.vocab} (another integer width?)")
+            ids[begin + a - start:begin + b - start] = found
         return ids
 
     def window(self, start, ctx, cp, cp_rank, docs=None):
@@ -602,40 +624,46 @@ class Tokens:
 
 
 def open_file(path, vocab):
-    """One file as an array of token ids, mapped, not read."""
+    """One file of token ids as a Part: what can be wrong with its form shows now."""
     dtype = np.dtype(np.uint8)
     if path.suffix == ".bin":
         dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
+    npy = path.suffix == ".npy"
     try:
-        if path.suffix == ".npy":
-            ids = np.load(path, mmap_mode="r")
-        else:
-            ids = np.memmap(path, dtype, "r")
+        ids = np.lib.format.open_memmap(path, mode="r") if npy else np.memmap(path, dtype, "r")
     except (OSError, ValueError) as error:  # not readable, not .npy, not a whole number of ids
-        raise BadInput(f"{path}, as {dtype if path.suffix != '.npy' else 'numpy file'}: {error}")
+        raise BadInput(f"{path}, as {'numpy file' if npy else dtype}: {error}")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise BadInput(f"{path}: {ids.dtype} of shape {ids.shape} is not one row of integers")
     head = ids[:4096] if path.suffix == ".bin" else ()
     if dtype.itemsize == 2 and len(head) > 1 and head.any() and not head[1::2].any():
         raise BadInput(f"{path}: every second id is 0, as if uint32 were read as uint16: save "
                        f"uint16 for a vocabulary of {vocab}, or a .npy file")
-    return ids
+    return Part(path, ids.dtype, ids.offset, len(ids))
+
+
+def walk(folder, skip):
+    """The files below a folder, in an order that depends on their names alone."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name[0] == "." or entry.name in skip:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from walk(entry.path, skip)
+        elif entry.is_file() and entry.stat().st_size:
+            yield Path(entry.path)
 
 
 def find_files(data):
-    """The files that --data names, in an order that depends on their names alone."""
-    root, pattern, skip = Path(data or ""), "*", ()
+    """The files that --data names."""
+    root, skip = Path(data or ""), ()
     if data is None:
-        root, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
+        root = Path(sysconfig.get_path("stdlib"))
         skip = ("site-packages", "dist-packages", "test", "tests", "idle_test")
     if root.is_file():
         return [root]
     if data == "" or not root.is_dir():
         raise BadInput(f"--data {data!r} is no file or folder")
-    return sorted(
-        path for path in root.rglob(pattern)
-        if path.is_file() and path.stat().st_size
-        and not any(p in skip or p[0] == "." for p in path.relative_to(root).parts))
+    return [path for path in walk(root, skip) if data or path.suffix == ".py"]
 
 
 def open_data(data, vocab, ctx, tokenizer=None):
@@ -643,7 +671,9 @@ def open_data(data, vocab, ctx, tokenizer=None):
     try:
         paths = find_files(data)
         if tokenizer and not any(path.suffix in (".bin", ".npy") for path in paths):
-            parts = extra("text", "--tokenizer").tokenize(paths, tokenizer)
+            cache, dtype, ends = extra("text", "--tokenizer").tokenize(paths, tokenizer)
+            row = Part(cache, dtype, 0, None)
+            parts = [row.cut(a, b) for a, b in zip([0, *ends], ends)]
         else:
             parts = [open_file(path, vocab) for path in paths]
     except OSError as error:
@@ -654,8 +684,8 @@ def open_data(data, vocab, ctx, tokenizer=None):
     if len(parts) >= 10:
         train, valid = [part for i, part in enumerate(parts) if i % 10 != 9], parts[9::10]
     else:
-        train = [part[:len(part) * 9 // 10] for part in parts]
-        valid = [part[len(part) * 9 // 10:] for part in parts]
+        train = [part.cut(0, part.count * 9 // 10) for part in parts]
+        valid = [part.cut(part.count * 9 // 10, part.count) for part in parts]
     train, valid = Tokens(train, vocab), Tokens(valid, vocab)
     if len(train) < ctx + 1 or len(valid) < 2:
         raise BadInput(f"--data {name}: --ctx {write_length(ctx)} needs {ctx + 1} tokens to "
@@ -752,6 +782,8 @@ def find_data(job, settings):
     held_out = eval_starts(valid, ctx, windows)
     job.say(f"data      {settings.data or 'the Python standard library'}: {len(train):,} tokens, "
             f"and {len(valid):,} to validate: {len(held_out)} windows")
+    if encoded and not encoded.before and not encoded.after:
+        job.say("notice    no file says which token ends a text: texts follow without one between")
     compare, text = "", extra("text")
     if job.rank == 0 and text and config.vocab_size >= 256 and train.parts[0].dtype == np.uint8:
         compare = f" (bigrams: {text.bigram_loss(train, valid, held_out, ctx):.3f})"

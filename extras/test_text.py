@@ -1,51 +1,153 @@
 """Text through a tokenizer, and text that a model writes."""
+import itertools
+import json
+import threading
+
+import numpy as np
 import pytest
 
+import train
 from extras import text
 from test_upipe import (
     ALL, hide_the_gpu, main, short, stop_ranks, texts, whole)  # noqa: F401
 
+tokenizers = pytest.importorskip("tokenizers")
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+          r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # a space, as SentencePiece writes it
+METASPACE = dict(type="Metaspace", replacement=MARK, split=False)
+KINDS = {  # what stands in a tokenizer.json
+    "gpt2": dict(pre_tokenizer=dict(
+        type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)),
+    "gpt2 with a space": dict(pre_tokenizer=dict(
+        type="ByteLevel", add_prefix_space=True, trim_offsets=True, use_regex=True)),
+    "llama3": dict(pre_tokenizer=dict(type="Sequence", pretokenizers=[
+        dict(type="Split", pattern=dict(Regex=LLAMA3), behavior="Isolated", invert=False),
+        dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)])),
+    "first": dict(pre_tokenizer=dict(METASPACE, prepend_scheme="first")),
+    "always": dict(pre_tokenizer=dict(METASPACE, prepend_scheme="always")),
+    "llama2": dict(normalizer=dict(type="Sequence", normalizers=[
+        dict(type="Prepend", prepend=MARK),
+        dict(type="Replace", pattern=dict(String=" "), content=MARK)]), pre_tokenizer=None)}
+SPACES_TO_MARKS = dict(type="Sequence", decoders=[
+    dict(type="Replace", pattern=dict(String=MARK), content=" "), dict(type="ByteFallback"),
+    dict(type="Fuse"), dict(type="Strip", content=" ", start=1, stop=0)])
+CORPUS = "the quick brown fox's tail, 1234 lazy dogs; f(x) = {a.b: [1, 2]}\n\n  and été 日本\r\n" * 40
 
-def a_tokenizer(folder, texts):
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<bos>"], show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train([str(path) for path in sorted(texts.iterdir())], trainer)
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return tokenizer, folder / "tokenizer.json"
+
+def make_tokenizer(path, kind, template="<s> $A"):
+    """A small tokenizer.json of a kind that models have."""
+    marks = "Metaspace" in str(KINDS[kind]) or kind == "llama2"
+    inner, special = tokenizers.Tokenizer(tokenizers.models.BPE()), ["<unk>", "<s>", "</s>"]
+    pre = tokenizers.pre_tokenizers
+    inner.pre_tokenizer = pre.Metaspace() if marks else pre.ByteLevel(add_prefix_space=False)
+    inner.train_from_iterator(CORPUS.splitlines(), tokenizers.trainers.BpeTrainer(
+        vocab_size=700, show_progress=False, initial_alphabet=[] if marks else pre.ByteLevel.alphabet(),
+        special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)] * marks))
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    if template:
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", 1), ("</s>", 2)])
+    spec = {**json.loads(inner.to_str()), **KINDS[kind]}
+    spec["added_tokens"] = spec["added_tokens"][:3]
+    spec["truncation"] = dict(max_length=9, stride=0, strategy="LongestFirst", direction="Right")
+    if marks:
+        spec["model"].update(byte_fallback=True, unk_token="<unk>")
+        spec["decoder"] = SPACES_TO_MARKS
+    path.write_text(json.dumps(spec))
+    return text.Tokenizer(path)
 
 
-def test_text_becomes_tokens_once_and_every_file_is_a_document(texts, tmp_path, monkeypatch):
-    inner, path = a_tokenizer(tmp_path, texts)
+def tokens_of(paths, tokenizer):
+    """tokenize()'s ids, one list per text."""
+    cache, dtype, ends = text.tokenize(paths, tokenizer)
+    return [np.fromfile(cache, dtype)[a:b].tolist() for a, b in zip([0, *ends], ends)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    ours, files = text.Tokenizer(path), sorted(texts.iterdir())
-    monkeypatch.setattr(text, "pieces", lambda path: iter(path.read_text().splitlines(True)))
-    parts = text.tokenize(files, ours)
-    for file, part in zip(files, parts, strict=True):
-        ids = [inner.encode(line, add_special_tokens=False).ids
-               for line in file.read_text().splitlines(True)]
-        assert part.tolist() == sum(ids, ours.begin)
-        assert ours.decode(part[1:].tolist()) == file.read_text()
-    monkeypatch.setattr(text, "write_cache", None)  # it is there: nothing is written again
-    again = text.tokenize(files, ours)
-    assert [part.tolist() for part in again] == [part.tolist() for part in parts]
-    out = main(1, *short(texts, "--ctx", 32), "--tokenizer", path, "--docs", "--steps", 1,
-               "--sample", 3)
-    assert "done" in out, out
+    return tmp_path / "cache" / "upipe"
 
 
-def test_pieces_of_a_text_are_the_text(tmp_path):
-    whole = "".join(f"line {i}\r\n" for i in range(200_000)) + "é the end"
-    (tmp_path / "a.txt").write_bytes(whole.encode())
-    parts = list(text.pieces(tmp_path / "a.txt"))
-    assert len(parts) > 1 and "".join(parts) == whole
-    assert all(part.endswith("\n") for part in parts[:-1])
+WORDS = "the fox's tail, 12345 dogs; f(x) = {a.b: [1, 2]} été 日本"
+AWKWARD = {  # name: text
+    "no newline": f"{WORDS} " * 20, "lines": f"{WORDS}\n" * 20, "CRLF": f"{WORDS}\r\n\r\n" * 20,
+    "many spaces": "x        y .        z         " * 9, "tabs": "é1\tß\t\tx\n\n\n" * 30,
+    "indented": "if x:\n        y()\n\n" * 30, "space first": f" {WORDS}" * 20,
+    "code without spaces": "f(x).the=lazy;g[1,23]" * 20,  # Metaspace may join x and )
+    "no cut": "brownlazy" * 60, "wide": "日本été" * 60, "only spaces": " " * 300}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, tmp_path, monkeypatch):
+    """N12: bounded pieces; equal tokens where a cut is possible; the text itself always."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer.json", kind)
+    monkeypatch.setattr(text, "PIECE", 50)
+    for name, written in AWKWARD.items():
+        exact = name not in ("no cut", "wide", "only spaces") and (
+            name != "code without spaces" or kind in ("gpt2", "llama3"))
+        path = tmp_path / f"{name}.txt"
+        path.write_bytes(written.encode())
+        parts = [part for part, _, _ in text.pieces(path)]
+        assert "".join(parts) == written and max(map(len, parts)) <= 100 and len(parts) > 3, name
+        (ids,) = tokens_of([path], tokenizer)
+        expected = tokenizer.encode(written)
+        assert ids[0] == 1 and (ids == expected or not exact), (name, kind)
+        assert tokenizer.decode(ids[1:]) == tokenizer.decode(expected[1:]), (name, kind)
+        assert kind.startswith("gpt2 ") or tokenizer.decode(ids[1:]).strip() == written.strip()
+
+
+@pytest.mark.parametrize("template, files, before, after", [
+    ("<s> $A", {"tokenizer_config.json": {"eos_token": "</s>"}}, [1], []),
+    ("<s> $A </s>", {}, [1], [2]), ("$A </s>", {}, [], [2]),
+    (None, {"tokenizer_config.json": {"eos_token": {"content": "</s>"}}}, [], [2]),
+    (None, {"tokenizer_config.json": {}, "generation_config.json": {"eos_token_id": [2, 1]}}, [], [2]),
+    (None, {"config.json": {"eos_token_id": 2}}, [], [2]),
+    (None, {"config.json": {"eos_token_id": 99999}}, [], [])])
+def test_documents_stand_between_the_tokens_of_the_template(
+        template, files, before, after, tmp_path, monkeypatch, texts):
+    """Or, where nothing comes first, before the model's end of a text; a prompt has no end."""
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = make_tokenizer(tmp_path / "tokenizer.json", "gpt2", template)
+    monkeypatch.setattr(text, "PIECE", 50)
+    found = tokens_of(sorted(texts.iterdir()), tokenizer)
+    for path, ids in zip(sorted(texts.iterdir()), found, strict=True):
+        assert ids == before + tokenizer.inner.encode(
+            path.read_text(), add_special_tokens=False).ids + after
+    assert tokenizer.encode("abc")[:len(before) + 1] == before + tokenizer.encode("a")[-1:]
+    if after and "config.json" not in files:
+        return  # the two others go through the whole program
+    out = main(1, *short(texts, "--ctx", 32), "--tokenizer", tmp_path / "tokenizer.json",
+               "--docs", "--steps", 1, "--sample", 3)
+    assert "done" in out and (out.count("which token ends a text") == (not before + after)), out
+
+
+def test_a_cache_is_written_once_and_by_nobody_in_part(texts, tmp_path, cache, monkeypatch):
+    """11: two writers at once; one that fails; a cache that was cut off, or is of other files."""
+    tokenizer, paths = make_tokenizer(tmp_path / "tokenizer.json", "gpt2"), sorted(texts.iterdir())
+    encode, both = text.Tokenizer.encode_all, threading.Barrier(2)
+
+    def slow(self, batch):
+        both.wait(10)
+        return encode(self, batch)
+    monkeypatch.setattr(text.Tokenizer, "encode_all", slow)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(tokens_of(paths, tokenizer)))
+               for _ in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert found[0] == found[1] and len(found[0]) == 12
+    (file,) = cache.iterdir()
+    monkeypatch.setattr(text.Tokenizer, "encode_all", None)  # it is there: nothing is written again
+    assert tokens_of(paths, tokenizer) == found[0]
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(TypeError):
+        tokens_of(paths, tokenizer)
+    assert list(cache.iterdir()) == [file]
+    monkeypatch.setattr(text.Tokenizer, "encode_all", encode)
+    assert tokens_of(paths, tokenizer) == found[0]
 
 
 def test_a_sample_does_not_depend_on_the_ranks(texts, whole):

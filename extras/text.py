@@ -1,10 +1,13 @@
 """Text through a tokenizer.json, and text that a model writes.
 
-Tokens are written to a cache once. From then on they are mapped like any other token file."""
+Tokens are written to a cache once. From then on they are read like any other token file."""
 import hashlib
 import itertools
 import json
 import os
+import re
+import tempfile
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,26 +18,74 @@ from tqdm import tqdm
 from extras import need
 from upipe import BadInput
 
+PIECE = 2**16  # characters: a tokenizer takes 40 to 100 bytes of memory for each
+CUTS = [re.compile(text) for text in (
+    # No token goes on here. Byte-level tokenizers give a space to the word that follows it, and
+    # some give a newline to the punctuation in front of it.
+    r"(?<=\S)(?= )|(?<=[^\W_])(?=\s)|(?<=\S\n)(?=\S)",
+    # Without white space: a word ends where punctuation begins, but for an apostrophe.
+    r"(?<=[^\W_])(?=[!-&(-/:-@[-`{-~])")]
+
 
 class Tokenizer:
-    """A tokenizer.json."""
+    """A tokenizer.json. `before` and `after` are the ids around a document: those of the file's
+    template; where it puts none in front, the model's end of a text has to keep documents apart."""
 
     def __init__(self, path):
         need("tokenizers", f"tokenizer {path}")
-        from tokenizers import Tokenizer as Inner
         try:
-            self.inner, self.file = Inner.from_file(str(path)), Path(path).read_bytes()
+            self.file = Path(path).read_bytes()
+            self.inner = load(json.loads(self.file))
         except Exception as error:  # whatever the library raises: it is the file that is wrong
             raise BadInput(f"--tokenizer {path}: {error}")
-        self.size = self.inner.get_vocab_size()
-        self.begin = self.inner.encode("").ids  # of a document: <|begin_of_text|>, or nothing
+        self.size = 1 + max(self.inner.get_vocab().values())
+        around = self.inner.encode("a")
+        text = [i for i, special in enumerate(around.special_tokens_mask) if not special] or [0]
+        self.before, self.after = around.ids[:text[0]], around.ids[text[-1] + 1:]
+        if not self.before and not self.after:
+            self.after = self.find_end(Path(path).parent)
+
+    def find_end(self, folder):
+        """[id] of the model's end of a text, as the files beside the tokenizer say, or []."""
+        for name, key in (("tokenizer_config.json", "eos_token"),
+                          ("generation_config.json", "eos_token_id"),
+                          ("config.json", "eos_token_id")):
+            try:
+                end = json.loads((folder / name).read_text()).get(key)
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, AttributeError) as error:
+                raise BadInput(f"{folder / name}, beside the tokenizer: {error}")
+            end = end.get("content") if isinstance(end, dict) else end
+            end = end[0] if isinstance(end, list) and end else end
+            end = self.inner.token_to_id(end) if isinstance(end, str) else end
+            if isinstance(end, int) and 0 <= end < self.size:
+                return [end]
+        return []
+
+    @cached_property
+    def middle(self):
+        """What encodes the text behind a cut. Many tokenizers put a space in front of each text."""
+        def ids(tokenizer, text):
+            return tokenizer.encode(text, add_special_tokens=False).ids
+        if all(ids(self.inner, f"a{rest}") == ids(self.inner, "a") + ids(self.inner, rest)
+               for rest in (" b", "\nb")):
+            return self.inner
+        return load(json.loads(self.file, object_hook=without_prefix))
 
     def encode(self, text):
-        return self.begin + self.inner.encode(text, add_special_tokens=False).ids
+        return self.before + self.inner.encode(text, add_special_tokens=False).ids
 
-    def encode_all(self, texts):
-        """Many texts, on all cores."""
-        return [x.ids for x in self.inner.encode_batch(texts, add_special_tokens=False)]
+    def encode_all(self, batch):
+        """The ids of pieces (text, first, last) of documents, on all cores."""
+        ids = [None] * len(batch)
+        for inner, first in ((self.inner, True), (self.middle, False)):
+            these = [i for i, piece in enumerate(batch) if piece[1] == first]
+            found = inner.encode_batch_fast([batch[i][0] for i in these], add_special_tokens=False)
+            for i, encoding in zip(these, found):
+                ids[i] = encoding.ids
+        return [(self.before if first else []) + found + (self.after if last else [])
+                for found, (_, first, last) in zip(ids, batch)]
 
     def decode(self, ids):
         return self.inner.decode(ids, skip_special_tokens=False)
@@ -49,45 +100,69 @@ def bigram_loss(train, valid, starts, ctx):
     return float(np.concatenate([nats[ids[:-1], ids[1:]] for ids in windows]).mean())
 
 
+def load(spec):
+    from tokenizers import Tokenizer as Inner
+    return Inner.from_str(json.dumps({**spec, "truncation": None, "padding": None}))
+
+
+def without_prefix(part):
+    """An object of a tokenizer.json, such that it puts nothing in front of a text."""
+    changes = dict(prepend="", prepend_scheme="never", add_prefix_space=False)
+    return {key: changes.get(key, value) if isinstance(value, (str, bool)) else value
+            for key, value in part.items()}
+
+
 def pieces(path):
-    """A text in pieces of about a megabyte that end with a line."""
+    """(text, first, last) of a text, in pieces of up to 2 * PIECE characters."""
+    text, first = "", True
     with open(path, encoding="utf-8", errors="replace", newline="") as file:
-        while piece := file.read(2**20):
-            yield piece + file.readline()
+        while more := file.read(2 * PIECE - len(text)):
+            text += more
+            if len(text) > PIECE:
+                found = filter(None, (cut.search(text, PIECE) for cut in CUTS))
+                at = next((match.start() for match in found), PIECE)
+                yield text[:at], first, False
+                text, first = text[at:], False
+    yield text, first, True
 
 
-def tokenize(paths, tokenizer, show=False):
-    """The cached token ids of text files, one array per file; writes them if they are not there."""
-    digest = hashlib.sha256(tokenizer.file)
+def tokenize(paths, tokenizer):
+    """(cache, dtype, ends): the file with the ids of all texts, and where those of each end."""
+    dtype = np.dtype("<u2" if tokenizer.size <= 2**16 else "<u4")
+    digest = hashlib.sha256(tokenizer.file + Path(__file__).read_bytes())
+    digest.update(repr((tokenizer.before, tokenizer.after)).encode())
     for path in paths:
         digest.update(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "upipe"
-    cache, ends = home / digest.hexdigest()[:32], home / f"{digest.hexdigest()[:32]}.json"
-    dtype = np.dtype("<u2" if tokenizer.size <= 2**16 else "<u4")
-    if not ends.exists():
-        write_cache(paths, tokenizer, cache, dtype, show)
-    ids, ends = np.memmap(cache.with_suffix(".bin"), dtype, "r"), json.loads(ends.read_text())
-    return [ids[a:b] for a, b in zip([0] + ends, ends)]
+    cache = home / f"{digest.hexdigest()[:32]}.bin"
+    if read_ends(cache, len(paths), dtype) is None:
+        write_cache(paths, tokenizer, cache, dtype)
+    return cache, dtype, read_ends(cache, len(paths), dtype)
 
 
-def write_cache(paths, tokenizer, cache, dtype, show):
-    """cache.bin, all ids, and then cache.json, where each file's ids end."""
+def read_ends(cache, n, dtype):
+    """Where the ids of n texts end, as stands behind them; None if the cache is not whole."""
+    size = cache.stat().st_size - 8 * n if cache.exists() else -1
+    ends = np.fromfile(cache, "<i8", offset=size).tolist() if size >= 0 else []
+    return ends if sum(ends[-1:]) * dtype.itemsize == size else None
+
+
+def write_cache(paths, tokenizer, cache, dtype):
+    """Under a name of this process's own, which goes if it fails: others may write the same."""
     cache.parent.mkdir(parents=True, exist_ok=True)
-    part, ends, count = cache.with_suffix(f".{os.getpid()}"), [], 0
     todo = ((i, piece) for i, path in enumerate(paths) for piece in pieces(path))
-    size = sum(path.stat().st_size for path in paths)
-    with open(part, "wb") as file, tqdm(total=size, unit="B", unit_scale=True, desc="tokenize",
-                                        disable=not show) as bar:
-        while batch := list(itertools.islice(todo, 64)):
-            for (i, text), ids in zip(batch, tokenizer.encode_all([text for _, text in batch])):
-                ids = (tokenizer.begin if i >= len(ends) else []) + ids
-                ends += [count] * (i + 1 - len(ends))
-                file.write(np.array(ids, dtype).tobytes())
-                count = ends[-1] = ends[-1] + len(ids)
-                bar.update(len(text.encode()))
-    part.rename(cache.with_suffix(".bin"))
-    part.write_text(json.dumps(ends))
-    part.rename(cache.with_suffix(".json"))
+    size, counts = sum(path.stat().st_size for path in paths), np.zeros(len(paths), "<i8")
+    with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
+        with open(Path(folder, "ids"), "wb") as file, tqdm(  # disable=None: only on a terminal
+                total=size, unit="B", unit_scale=True, desc="tokenize", disable=None) as bar:
+            while batch := list(itertools.islice(todo, 64)):
+                found = tokenizer.encode_all([piece for _, piece in batch])
+                for (i, piece), ids in zip(batch, found):
+                    file.write(np.array(ids, dtype).tobytes())
+                    counts[i] += len(ids)
+                    bar.update(len(piece[0].encode()))
+            file.write(counts.cumsum().tobytes())
+        os.replace(file.name, cache)
 
 
 @torch.no_grad()
