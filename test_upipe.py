@@ -33,6 +33,7 @@ import multiprocessing.connection
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -2118,21 +2119,155 @@ def test_other_groups_go_on_where_the_data_was_left():
     assert [again[rank][micro] for micro in range(2) for rank in range(2)] == drawn[5:]
 
 
-def test_only_the_last_checkpoints_stay_and_rubbish_goes(texts, tmp_path):
-    (tmp_path / ".step-00000003").mkdir()
-    main(1, *short(texts), "--steps", 5, "--save", tmp_path, "--save-every", 1, "--keep", 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+def test_only_the_last_checkpoints_stay_and_only_our_rubbish_goes(texts, tmp_path):
+    """What the program did not write stays, and gets a notice where it could be taken for ours."""
+    ours = ["step-00000004", "step-00000005"]
+    mine = ["step-final/x", "step-3/x", "step-00000001.bak/x", ".step-old/x", ".step-00000002/x"]
+    for name in (*mine, ".step-00000003/__0_0.distcp", ".step-00000002/__1_0.distcp"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    out = main(1, *short(texts), "--steps", 5, "--save", tmp_path, "--save-every", 1)
+    assert out.count("notice") == 3 and "step-final" in out
+    left = [path for path in tmp_path.glob("*/*") if path.parent.name not in ours]
+    assert {str(path.relative_to(tmp_path)) for path in left} == {*mine}
+    assert [path.name for path in train.checkpoints(tmp_path)] == ours
 
 
-def test_a_run_is_not_mixed_up_with_another(texts, whole):
-    """What a run cannot change is refused by name; so is a folder that another run has used."""
+def damage(path, offset=None, text=b""):
+    """Cut a file off and append `text`; with an offset, overwrite what is there."""
+    content = path.read_bytes()
+    end = offset + len(text) if offset else len(content)
+    path.write_bytes(content[:offset or len(content) // 2] + text + content[end:])
+
+
+def edit(path, **changes):
+    facts = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: fact for name, fact in facts.items() if fact is not None}))
+
+
+DAMAGES = {  # what happens to the newest checkpoint, a folder: what the message names
+    "shard cut off": (lambda path: damage(path / "__0_0.distcp"), "__0_0.distcp"),
+    "shard missing": (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp"),
+    "bytes flipped": (lambda path: damage(path / "__1_0.distcp", 5000, b"x" * 4096), "__1_0"),
+    "metadata cut off": (lambda path: damage(path / ".metadata"), ".metadata"),
+    "metadata missing": (lambda path: (path / ".metadata").unlink(), ".metadata"),
+    "run.json missing": (lambda path: (path / "run.json").unlink(), "run.json"),
+    "run.json empty": (lambda path: (path / "run.json").write_text(""), "run.json"),
+    "run.json no object": (lambda path: (path / "run.json").write_text("[1]"), "version"),
+    "an older run.json": (lambda path: edit(path / "run.json", files=None), "version"),
+    "a newer run.json": (lambda path: edit(path / "run.json", shoes=2), "version"),
+    "another model's": (lambda path: edit(path / "run.json", config={"shoes": 2}), "shoes"),
+    "a copy of another": (lambda path: edit(path / "run.json", step=5), "of step 5"),
+    "a folder of nothing": (lambda path: [file.unlink() for file in path.iterdir()], "run.json"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_named_with_the_way_to_the_one_before(name, whole, tmp_path):
+    """N7: one line on every rank, nothing is lost, and the older one is taken by a flag alone."""
+    deed, word = DAMAGES[name]
+    shutil.copytree(whole(*RUNS["two ranks, all on"]) / "all", tmp_path / "run")
+    deed(tmp_path / "run" / "step-00000010")
+    before = sorted(tmp_path.rglob("*"))
+    for line in RANKS[2](rank_main, ["--save", tmp_path / "run", "--resume"]):
+        line = line.splitlines()[-1]
+        assert "step-00000010 is damaged" in line and word in line
+        assert "--resume 5 takes step-00000005, the newest whole one" in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_older_checkpoint_is_taken_by_a_flag_and_the_newer_ones_stay(whole, tmp_path):
+    """G1 too: the steps after it are the same again, and the folder goes on from the new ones."""
     folder = whole(*RUNS["two ranks, all on"])
+    run, log = shutil.copytree(folder / "all", tmp_path / "run"), tmp_path / "log"
+    again = ["--save", run, "--log", log, "--keep", 1]
+    assert "no step-00000007" in main(2, *again, "--resume", 7)
+    assert "step-00000010.old" in main(2, *again, "--resume", 5)
+    assert records(log)[10]["loss"] == records(folder / "log")[10]["loss"]
+    assert {path.name for path in run.glob("step-*")} == {"step-00000010", "step-00000010.old"}
+    damage(run / "step-00000010" / "__1_0.distcp", 5000, b"x")
+    assert "none before it is whole" in main(2, *again, "--resume")
+    assert "done" in main(2, *again, "--resume", "--no-verify")
+
+
+def test_only_flags_that_were_given_are_remembered(texts, tmp_path):
+    """N6: the end of the schedule follows a new peak; one that was given must not be above it."""
+    for name, end, last in (("derived", [], 1e-5), ("given", ["--min-lr", 2e-4], None)):
+        again = ["--save", tmp_path / name, "--log", tmp_path / f"{name}.log"]
+        main(1, *short(texts), "--steps", 6, "--warmup", 0, *end, *again)
+        out = main(1, *again, "--resume", "--steps", 12, "--lr", 1e-4)
+        if last is None:
+            assert "--min-lr 0.0002 is above --lr 0.0001" in out
+        else:
+            rates = [record["lr"] for step, record in records(again[-1]).items() if step > 6]
+            assert len(rates) == 6 and max(rates) <= 1e-4 and last <= rates[-1] < 2 * last
+
+
+def test_a_full_disk_is_foreseen_and_leaves_whole_checkpoints(texts, tmp_path, monkeypatch):
+    """N8: bytes needed and free before the first step; and if it fills later, no rubbish."""
+    flags = [*short(texts), "--save", tmp_path, "--save-every", 2, "--steps", 4]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12345))
+        said = main(1, *flags)
+    assert re.search(r"[\d,]{9,} bytes are needed .* 12,345 are free", said) and not losses(said)
+    assert not train.checkpoints(tmp_path)
+    limits, most = resource.getrlimit(resource.RLIMIT_FSIZE), 2**20
+    steps = iter(range(100))
+    save = train.save_state
+
+    def save_with_less(*args):
+        if next(steps):  # the second time
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        save(*args)
+    monkeypatch.setattr(train, "save_state", save_with_less)
+    try:
+        said = main(1, *flags).splitlines()[-1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert said.startswith("train.py: --save") and "step-00000004 cannot be written" in said
+    assert [path.name for path in tmp_path.glob("*step-*")] == ["step-00000002"]
+    assert "done" in main(1, "--save", tmp_path, "--resume")
+
+
+def test_a_folder_serves_one_job_at_a_time(texts, tmp_path):
+    """The second is refused; a lock without its process is none."""
+    flags = [*short(texts), "--save", tmp_path, "--steps", 1]
+    lock = train.claim(train.make_settings([*map(str, flags)]))
+    assert "another job saves there" in main(1, *flags)
+    lock.close()
+    assert "done" in main(1, *flags)
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 6, "lo', b"\0\0\0\0", b'{"step": 6, "loss": 2.5}\n'])
+def test_a_log_goes_on_after_its_last_whole_line(torn, whole, tmp_path):
+    folder = whole(*RUNS["two ranks, all on"])
+    run, log = shutil.copytree(folder / "all", tmp_path / "run"), tmp_path / "log"
+    log.write_bytes(b"".join((folder / "log").read_bytes().splitlines(True)[:7]) + torn)
+    main(2, "--save", run, "--resume", 5, "--log", log)
+    assert records(log).keys() == set(range(1, 11)) and records(log, "validation_loss").keys() == {
+        0, 4, 8, 10}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run"]
+
+
+def test_a_file_that_is_no_log_stays(texts, tmp_path):
+    (tmp_path / "poem").write_text("Roses are red,\nviolets are blue.\n")
+    assert "poem, line 1, is no step" in main(1, *short(texts), "--log", tmp_path / "poem")
+    assert (tmp_path / "poem").read_text().endswith("blue.\n")
+
+
+def test_a_run_is_not_mixed_up_with_another(texts, whole, tmp_path):
+    """What a run cannot change is refused by name; so is a folder that another run has used, and
+    another text, be it of the same length."""
+    folder = whole(*RUNS["two ranks, all on"])
+    other = shutil.copytree(texts, tmp_path / "other")
+    (other / "04.txt").write_bytes((texts / "04.txt").read_bytes()[::-1])
     for flags, said in ((["--resume", "--ctx", 32], "--ctx was 64"),
                         (["--resume", "--seed", 1], "--seed was 0"),
                         (["--resume", "--model", "llama3-8b"], "--model was tiny"),
                         (["--resume", "--rope-theta", 5e5], "--rope-theta was None"),
                         ([], "--resume"),
-                        (["--resume", "--data", texts / "04.txt"], "tokens")):
+                        (["--resume", "--data", texts / "04.txt"], "tokens"),
+                        (["--resume", "--data", other], "tokens")):
         assert said in main(1, "--save", folder / "all", *flags)
     assert "--save" in main(1, "--resume")
 

@@ -23,6 +23,7 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
+import hashlib
 import json
 import math
 import re
@@ -33,8 +34,9 @@ import sysconfig
 import threading
 import time
 import traceback
+import zlib
 from bisect import bisect, bisect_left
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
@@ -165,7 +167,10 @@ FLAGS = {
         "--save": Flag(str, None, "folder for checkpoints, the same one for all ranks"),
         "--save-every": Flag(whole, 100, "steps (default: 100); 0: at the end, on a signal", SAVE),
         "--keep": Flag(count, 2, "checkpoints that stay (default: 2)", SAVE),
-        "--resume": Flag(true, False, "go on from the newest, with that run's flags", SAVE),
+        "--resume": Flag(count, None, "go on from the newest, or from that of a STEP, with the "
+                         "flags of that run unless given anew", SAVE,
+                         more=dict(nargs="?", const=NO_ID, metavar="STEP")),
+        "--verify": Flag(switch, True, "compare checksums (default: yes)", ("--resume",)),
         "--export": Flag(str, None, "write a folder for --init at the end", (), "hf safetensors"),
         "--sample": Flag(whole, 0, "tokens to write in the end", (), "text"),
         "--prompt": Flag(str, "\n", "what they continue", ("--sample",)),
@@ -265,14 +270,15 @@ class Machine:
 
 
 class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine", "codec",
-                                        "saved"], frozen=True)):
+                                        "saved", "given"], frozen=True)):
     """All flags, and what follows from them.
 
     config, recipe: GPTConfig and Recipe. The flags of a recipe stay as they were given, None where
     it is left to the machine. The recipe's group comes when the ranks have met
     cp, world: ranks that share a sequence, and all ranks; machine: a Machine
     codec: Bytes, or a Tokenizer of extras/text.py
-    saved: run.json of the checkpoint to go on from, or None"""
+    saved: run.json of the checkpoint to go on from, or None
+    given: the flags that were given, to this run or to those that it goes on from"""
 
     def at(self, **changes):
         """Settings with other flags, the recipe fitted to them anew."""
@@ -340,6 +346,8 @@ def with_defaults(flags):
     default("lr", 2e-3 if tiny else 3e-4)
     default("warmup", flags["steps"] // 20)
     default("min_lr", flags["lr"] / 10)
+    if flags["min_lr"] > flags["lr"]:
+        raise BadInput(f"--min-lr {flags['min_lr']} is above --lr {flags['lr']}: give a lower one")
     default("eval_every", 200 if tiny else 0)
     default("eval_windows", max(1, 2**15 // flags["ctx"]))
     here = 8 if flags["dry_run"] else launched()[1]
@@ -429,18 +437,22 @@ def choose_model(flags, saved, codec):
 def make_settings(argv=None):
     """Settings, or BadInput: from flags, files and this machine, but no other rank."""
     given = read_flags(argv)
-    saved = find_checkpoint(given["save"]) if given.keys() >= {"resume", "save"} else None
-    flags = with_defaults({**DEFAULTS, **remembered(saved), **given})
+    step = given.get("resume")
+    saved = find_checkpoint(given["save"], step) if step and "save" in given else None
+    known = {**remembered(saved), **given}
+    flags = with_defaults({**DEFAULTS, **known})
     refuse_idle(given, flags)
     flags = fit_machine(flags)
     beside = flags["init"] and Path(flags["init"]) / "tokenizer.json"
     path = flags["tokenizer"] or beside and beside.exists() and beside
-    codec = extra("text", "--tokenizer").Tokenizer(path) if path else Bytes()
+    codec = Bytes()
+    if path and path != "bytes":
+        codec = extra("text", "--tokenizer").Tokenizer(path)
     config = choose_model(flags, saved, codec)
     if flags["kernel"] not in ("auto", *upipe.KERNELS):
         extra("kernels", f"--kernel {flags['kernel']}")
     settings = Settings(**flags, config=config, recipe=None, machine=find_machine(flags),
-                        codec=codec, saved=saved).at()  # fits the recipe
+                        codec=codec, saved=saved, given=known).at()  # fits the recipe
     settings.recipe.check(config, settings.cp)
     return settings
 
@@ -504,9 +516,7 @@ class Job:
         dist.all_reduce(total)
         faults, value = total.tolist()
         if faults:
-            texts = [None] * self.world
-            dist.all_gather_object(texts, fault)
-            raise BadInput(next(text for text in texts if text is not None))
+            raise BadInput(next(text for text in self.gather(fault) if text is not None))
         return value
 
     def together(self, work):
@@ -514,15 +524,19 @@ class Job:
         result, number, fault = None, 0, None
         try:
             result, number = work()
-        except BadInput as error:
+        except (BadInput, OSError) as error:
             fault = str(error)
         return result, self.agree(fault, number)
 
     def on_rank_0(self, work):
-        """Let rank 0 do it, and all wait until it is done."""
-        if self.rank == 0:
-            work()
-        dist.barrier()
+        """Let rank 0 do it, and all wait until it is done -> rank 0: its result."""
+        return self.together(lambda: (work() if self.rank == 0 else None, 0))[0]
+
+    def gather(self, value):
+        """The values of all ranks, on every rank."""
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
 
 def join(settings):
@@ -621,6 +635,16 @@ class Tokens:
         last = starts[1:] - 1 - cp_rank * len(labels)
         labels[last[(last >= 0) & (last < len(labels))]] = IGNORE
         return inputs, labels, starts
+
+
+def fingerprint(tokens):
+    """A text that differs for other tokens: of where files begin, and of 64 short windows. To read
+    it all would cost hours; up to 256k tokens, this is all."""
+    n, found = len(tokens), hashlib.sha256(repr(tokens.begins).encode())
+    size = min(n, 4096)
+    for start in np.linspace(0, n - size, 64, dtype=int).tolist():
+        found.update(tokens.read(start, start + size).tobytes())
+    return f"{n} tokens, {found.hexdigest()[:16]}"
 
 
 def open_file(path, vocab):
@@ -759,6 +783,7 @@ class Data:
     valid: Tokens
     held_out: list  # where the windows start that evaluation sees
     compare: str    # what a simple method reaches on them, for people
+    mark: str = ""  # fingerprint(train)
 
 
 def find_data(job, settings):
@@ -772,13 +797,13 @@ def find_data(job, settings):
 
     def work():
         train, valid = open_data(settings.data, config.vocab_size, ctx, encoded)
-        return (train, valid), len(train)
+        return (train, valid, fingerprint(train)), 0
     if encoded:  # one rank of each machine writes the cache
         first = launched()[2] == 0
         job.together(lambda: work() if first else (None, 0))
-    (train, valid), total = job.together(work)
-    same = total == len(train) * job.world
-    job.agree(None if same else f"--data: rank {job.rank} has {len(train)} tokens, others do not")
+    (train, valid, mark), _ = job.together(work)
+    if len(set(job.gather(mark))) > 1:
+        raise BadInput(f"--data {settings.data}: the ranks see different files: rank 0 {mark}")
     held_out = eval_starts(valid, ctx, windows)
     job.say(f"data      {settings.data or 'the Python standard library'}: {len(train):,} tokens, "
             f"and {len(valid):,} to validate: {len(held_out)} windows")
@@ -787,7 +812,7 @@ def find_data(job, settings):
     compare, text = "", extra("text")
     if job.rank == 0 and text and config.vocab_size >= 256 and train.parts[0].dtype == np.uint8:
         compare = f" (bigrams: {text.bigram_loss(train, valid, held_out, ctx):.3f})"
-    return Data(train, valid, held_out, compare)
+    return Data(train, valid, held_out, compare, mark)
 
 
 # 5. Sharding --------------------------------------------------------------------------------------
@@ -893,20 +918,23 @@ def evaluate(job, model, data, settings):
 
 
 # 7. Checkpoints -----------------------------------------------------------------------------------
-# A checkpoint is a folder step-00000100 in --save: run.json, and the tensors by torch's distributed
-# checkpoint. Each rank writes its own shards, and any number of ranks reads them. It is written
-# under a name with a dot and renamed when all of it is there, so a crash at any time leaves whole
-# checkpoints, and rubbish with a dot that the next one sweeps away.
+# A checkpoint is a folder step-00000100 in --save: the tensors by torch's distributed checkpoint,
+# and run.json, written last. Each rank writes its own shards, and any number of ranks reads them.
+# It is written under a name with a dot and renamed when all of it is there, so a crash at any time
+# leaves whole checkpoints, and rubbish with a dot that the next start sweeps away. run.json has
+# size and checksum of each file. What does not fit them is not read, not counted and not deleted.
 #
 # All there is to know: weights, AdamW's moments, the step, and how many windows were drawn, since
 # part 4 computes which comes next. No random number is drawn on the way; the generator is saved for
 # those who add a dropout.
 
 # Flags that a resumed run takes from run.json: those that none may change, and those that one may.
+# Of the latter only what was given: a --min-lr that followed from --lr has to follow the next one.
 FIXED = ("model", "layers", "rope_theta", "init", "ctx", "seed", "task", "docs")
 REMEMBERED = (*FIXED, *SWITCHES, "data", "tokenizer", "steps", "lr", "warmup", "min_lr",
               "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows", "dtype",
               "cp")
+FACTS = {"step", "drawn", "data", "world", "config", "flags", "files"}  # what run.json says
 
 
 @dataclass
@@ -915,32 +943,112 @@ class Run:
     drawn: int = 0  # windows that all groups together have been trained on
 
 
-def sweep(folder):
-    shutil.rmtree(folder, ignore_errors=True)
+def checkpoints(folder, dot=""):
+    """The folders with the name of a checkpoint, oldest first; with a dot, of an unfinished one."""
+    return sorted(path for path in Path(folder).glob(f"{dot}step-*")
+                  if re.fullmatch(r"\.?step-[0-9]{8}", path.name))
 
 
-def checkpoints(folder):
-    """The whole ones, oldest first."""
-    return sorted(Path(folder).glob("step-*"))
-
-
-def find_checkpoint(folder):
-    """What the newest checkpoint in --save has in run.json, and its path; None if there is none."""
-    found = checkpoints(folder)
-    if not found:
-        return None
+def read_checkpoint(path):
+    """run.json, and the path. BadInput if it does not fit its folder, or its files do not fit."""
     try:
-        return {**json.loads((found[-1] / "run.json").read_text()), "path": found[-1]}
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--resume: {error}")
+        saved = json.loads((path / "run.json").read_text())
+        if set(saved) != FACTS or not set(FIXED) <= set(saved["flags"]) <= set(REMEMBERED):
+            raise ValueError("another version of train.py wrote it")
+        GPTConfig(**saved["config"])
+        if path.name != f"step-{saved['step']:08d}":
+            raise ValueError(f"it is of step {saved['step']}")
+        for name, (size, _) in saved["files"].items():
+            if (path / name).stat().st_size != size:
+                raise ValueError(f"{name} had {size} bytes")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise BadInput(f"run.json: {error}")
+    return {**saved, "path": path}
+
+
+def whole(folder):
+    """read_checkpoint of those that can be read, oldest first."""
+    found = []
+    for path in checkpoints(folder):
+        with suppress(BadInput):
+            found.append(read_checkpoint(path))
+    return found
+
+
+def damaged(path, why):
+    """The BadInput for a checkpoint that cannot be read."""
+    older = [saved["step"] for saved in whole(path.parent) if saved["path"] < path]
+    way = "none before it is whole"
+    if older:
+        way = f"--resume {older[-1]} takes step-{older[-1]:08d}, the newest whole one before it"
+    return BadInput(f"--resume: {path} is damaged: {why}; {way}")
+
+
+def find_checkpoint(folder, step):
+    """read_checkpoint of the newest in --save, or of that of `step`; None if there is none."""
+    found = [path for path in checkpoints(folder) if step in (NO_ID, int(path.name[5:]))]
+    if not found and step == NO_ID:
+        return None
+    if not found:
+        raise BadInput(f"--resume {step}: {folder} has no step-{step:08d}")
+    try:
+        return read_checkpoint(found[-1])
+    except BadInput as error:
+        raise damaged(found[-1], error)
 
 
 def remembered(saved):
     """The flags that a run takes from the checkpoint that it goes on from."""
-    if not saved:
-        return {}
-    cp = saved["flags"]["cp"] if launched()[1] == saved["world"] else None
-    return {**saved["flags"], "cp": cp}
+    flags = dict(saved["flags"]) if saved else {}
+    if saved and launched()[1] != saved["world"]:
+        flags.pop("cp", None)
+    return flags
+
+
+def checksum(path):
+    """CRC-32 of a file."""
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def sweep(folder):
+    """Delete a checkpoint, and nothing else that somebody may have put there."""
+    for pattern in ("run.json", ".metadata*", "__*.distcp"):
+        for file in folder.glob(pattern):
+            file.unlink()
+    with suppress(OSError):  # not empty
+        folder.rmdir()
+
+
+def claim(settings):
+    """Make --save this job's own, and see that the disk has room -> the lock, to be held.
+
+    Rank 0 calls it. The system ends the lock with the process, however that ends."""
+    folder, saved = Path(settings.save), settings.saved
+    lock = open(folder / ".lock", "a")
+    try:
+        import fcntl
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadInput(f"--save {folder}: another job saves there now: give another folder")
+    except (ImportError, OSError) as error:  # Windows; some network disks
+        print(f"notice    {folder} cannot be locked ({error}): see that no other job saves there")
+    for path in set(folder.glob("step-*")) - set(checkpoints(folder)):
+        print(f"notice    {path} has not the name of a checkpoint: it is left alone")
+    for path in checkpoints(folder, "."):
+        sweep(path)
+    if not saved or saved["step"] < settings.steps:
+        # Weights and two moments; a file's headers (a kilobyte per tensor) do not count here.
+        one = 3 * settings.parameters() * max(4, getattr(torch, settings.dtype).itemsize)
+        need = one * max(1, settings.keep + 1 - len(whole(folder)))
+        free = shutil.disk_usage(folder).free
+        if need > free:
+            raise BadInput(f"--save {folder}: {need:,} bytes are needed for --keep "
+                           f"{settings.keep} checkpoints and a new one, {free:,} are free")
+    return lock
 
 
 def state_of(model, optimizer):
@@ -952,29 +1060,45 @@ def state_of(model, optimizer):
     return state
 
 
-def save_state(job, settings, model, optimizer, run, tokens):
-    """Write a checkpoint, and remove all but the last --keep."""
-    import torch.distributed.checkpoint as dcp
+def save_state(job, settings, model, optimizer, run, data):
+    """Write a checkpoint, and remove all but the last --keep. BadInput if the disk is full.
+
+    Its files are read once more for their checksums: that takes NN% of the time to write them."""
     folder, name = Path(settings.save), f"step-{run.step:08d}"
     part = folder / f".{name}"
-    flags = {name: getattr(settings, name) for name in REMEMBERED}
-    facts = dict(step=run.step, drawn=run.drawn, tokens=tokens, world=job.world,
+    flags = {name: getattr(settings, name) for name in REMEMBERED
+             if name in FIXED or name in settings.given}
+    facts = dict(step=run.step, drawn=run.drawn, data=data, world=job.world,
                  config=asdict(settings.config), flags=flags)
 
-    def make_room():
-        for rubbish in folder.glob(".step-*"):
-            sweep(rubbish)
-        part.mkdir(parents=True)
-        (part / "run.json").write_text(json.dumps(facts, indent=1))
+    def write():
+        distributed("save", state_of(model, optimizer), part)
+        mine = [*part.glob(f"__{job.rank}_*"), *(part.glob(".metadata") if job.rank == 0 else ())]
+        return {file.name: (file.stat().st_size, checksum(file)) for file in mine}, 0
 
     def publish():
+        (part / "run.json").write_text(json.dumps(facts, indent=1))
         part.rename(folder / name)
-        for old in checkpoints(folder)[:-settings.keep]:
-            sweep(old.rename(folder / f".{old.name}"))
-    job.on_rank_0(make_room)
-    dcp.save(state_of(model, optimizer), checkpoint_id=part)
-    job.on_rank_0(publish)
+        for old in whole(folder)[:-settings.keep]:
+            sweep(old["path"].rename(folder / f".{old['path'].name}"))
+    try:
+        files, _ = job.together(write)
+        facts["files"] = {name: fact for each in job.gather(files) for name, fact in each.items()}
+        job.on_rank_0(publish)
+    except BadInput as error:
+        job.on_rank_0(lambda: sweep(part))
+        raise BadInput(f"--save: {folder / name} cannot be written: {error}")
     job.say(f"saved     {folder / name}")
+
+
+def distributed(work, state, path):
+    """torch's save or load: what fails on one rank is a BadInput on all."""
+    import torch.distributed.checkpoint as dcp  # half a second
+    try:
+        getattr(dcp, work)(state, checkpoint_id=path)
+    except dcp.api.CheckpointException as failure:
+        error = failure.failures[min(failure.failures)][0]
+        raise BadInput(str(error).partition("\n")[0] or type(error).__name__)
 
 
 def make_folders(settings):
@@ -996,9 +1120,10 @@ def make_folders(settings):
             return f"cannot write to {name}"
 
 
-def load_state(job, settings, model, optimizer, tokens):
-    """The Run to go on with: from a checkpoint, from published weights, or from the start."""
-    import torch.distributed.checkpoint as dcp
+def load_state(job, settings, model, optimizer, data):
+    """The Run to go on with: from a checkpoint, from published weights, or from the start.
+
+    data: the fingerprint of what will be trained on."""
     saved = settings.saved
     step = saved["step"] if saved else 0
     ends = torch.tensor([step, -step], device=job.device)  # the largest, and the smallest
@@ -1012,15 +1137,36 @@ def load_state(job, settings, model, optimizer, tokens):
         if settings.init:
             extra("hf", "--init").load_weights(job, settings.config, model, settings.init)
         return Run()
-    if saved["tokens"] != tokens:
-        raise BadInput(f"--data has {tokens} tokens to train on, the run in {settings.save} has "
-                       f"{saved['tokens']}: its windows would be others")
+    if saved["data"] != data:
+        raise BadInput(f"--data is of {data}, and was of {saved['data']} in {settings.save}: its "
+                       "windows would be others")
+    if settings.verify:
+        job.together(lambda: (verify(job, saved), 0))
     make_moments(model, optimizer)  # there must be some to load into
     state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=saved["path"])
+    try:
+        distributed("load", state, saved["path"])
+    except BadInput as error:
+        raise damaged(saved["path"], error)
     torch.set_rng_state(state["rng"])
     job.say(f"resume    {saved['path']}, written by {saved['world']} ranks")
+    job.on_rank_0(lambda: put_aside(saved["path"]))
     return Run(saved["step"], saved["drawn"])
+
+
+def verify(job, saved):
+    """Compare checksums, each rank's of its share of the files."""
+    for name, (_, crc) in sorted(saved["files"].items())[job.rank::job.world]:
+        if checksum(saved["path"] / name) != crc:
+            raise damaged(saved["path"], f"{name} is not what was written")
+
+
+def put_aside(path):
+    """Rename the checkpoints after one that a run was told to go on from: they are of another
+    future."""
+    for newer in checkpoints(path.parent):
+        if newer > path:
+            print(f"notice    {newer} is {newer.rename(f'{newer}.old')} now")
 
 
 class Stop:
@@ -1058,11 +1204,26 @@ class Log:
     """--log: one JSON object per line, by rank 0. A resumed run writes on where it left off."""
 
     def __init__(self, job, path, step):
-        self.path = path if job.rank == 0 else None
-        if self.path:
-            old = Path(path).read_text().splitlines() if step and Path(path).exists() else []
-            kept = [line for line in old if json.loads(line)["step"] <= step]
-            Path(path).write_text("".join(f"{line}\n" for line in kept))
+        self.path = Path(path).resolve() if path and job.rank == 0 else None
+        job.on_rank_0(lambda: self.rewind(step))
+
+    def rewind(self, step):
+        """Drop what will be done anew, and a last line that a crash has cut off."""
+        if not self.path or not self.path.is_file():  # /dev/stdout is none
+            return
+        old, kept = self.path.read_bytes().splitlines(keepends=True), []
+        for i, line in enumerate(old):
+            try:
+                record = json.loads(line)
+                if record["step"] + ("validation_loss" in record) <= step:
+                    kept.append(line)
+            except (ValueError, TypeError, KeyError):
+                if i < len(old) - 1:
+                    raise BadInput(f"--log {self.path}, line {i + 1}, is no step of a run: give "
+                                   "another file")
+        new = self.path.with_name(f"{self.path.name}.new")
+        new.write_bytes(b"".join(kept))
+        os.replace(new, self.path)
 
     def __call__(self, **record):
         if self.path:
@@ -1102,7 +1263,7 @@ def run_steps(job, settings, model, optimizer, data, run):
         stopping = stop is not None and stop.agreed(job)
         due = s.save_every and run.step % s.save_every == 0
         if s.save and (stopping or due or run.step == s.steps):
-            save_state(job, s, model, optimizer, run, len(data.train))
+            save_state(job, s, model, optimizer, run, data.mark)
         if stopping:
             job.say(f"stopped   after step {run.step}: --save {s.save} --resume goes on")
             return False
@@ -1173,9 +1334,11 @@ def main(settings):
     unseen = settings.save and not Path(settings.save).is_dir()
     job.agree(f"--save {settings.save}: rank {job.rank} does not see this folder of rank 0: it "
               "must be on a disk that all machines share" if unseen else None)
+    if settings.save:
+        job.lock = job.on_rank_0(lambda: claim(settings))  # held as long as there is a job
     data = find_data(job, settings)
     model, optimizer = build(settings, job)
-    run = load_state(job, settings, model, optimizer, len(data.train))
+    run = load_state(job, settings, model, optimizer, data.mark)
     if run_steps(job, settings, model, optimizer, data, run):
         use_model(job, settings, model, data)
     dist.destroy_process_group()
