@@ -48,6 +48,10 @@ def test_pieces_of_a_text_are_the_text(tmp_path):
     assert all(part.endswith("\n") for part in parts[:-1])
 
 
+def test_a_prompt_that_is_no_text_is_refused_before_the_first_step():
+    assert main(1, "--sample", 1, "--prompt", "\udcff").startswith("train.py: --prompt")
+
+
 def test_a_sample_does_not_depend_on_the_ranks(texts, whole):
     """The prompt grows past the context; the model is one that has learned a little."""
     folder = whole(2, *ALL)
