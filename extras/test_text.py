@@ -150,6 +150,10 @@ def test_a_cache_is_written_once_and_by_nobody_in_part(texts, tmp_path, cache, m
     assert tokens_of(paths, tokenizer) == found[0]
 
 
+def test_a_prompt_that_is_no_text_is_refused_before_the_first_step():
+    assert main(1, "--sample", 1, "--prompt", "\udcff").startswith("train.py: --prompt")
+
+
 def test_a_sample_does_not_depend_on_the_ranks(texts, whole):
     """The prompt grows past the context; the model is one that has learned a little."""
     folder = whole(2, *ALL)
