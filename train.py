@@ -1042,7 +1042,9 @@ def claim(settings):
         sweep(path)
     if not saved or saved["step"] < settings.steps:
         # Weights and two moments; a file's headers (a kilobyte per tensor) do not count here.
-        one = 3 * settings.parameters() * max(4, getattr(torch, settings.dtype).itemsize)
+        with torch.device("meta"):
+            numbers = 3 * sum(weight.numel() for weight in GPT(settings.config).parameters())
+        one = numbers * max(4, getattr(torch, settings.dtype).itemsize)
         need = one * max(1, settings.keep + 1 - len(whole(folder)))
         free = shutil.disk_usage(folder).free
         if need > free:
