@@ -1336,13 +1336,13 @@ def main(settings):
     unseen = settings.save and not Path(settings.save).is_dir()
     job.agree(f"--save {settings.save}: rank {job.rank} does not see this folder of rank 0: it "
               "must be on a disk that all machines share" if unseen else None)
-    if settings.save:
-        job.lock = job.on_rank_0(lambda: claim(settings))  # held as long as there is a job
-    data = find_data(job, settings)
-    model, optimizer = build(settings, job)
-    run = load_state(job, settings, model, optimizer, data.mark)
-    if run_steps(job, settings, model, optimizer, data, run):
-        use_model(job, settings, model, data)
+    lock = job.on_rank_0(lambda: claim(settings)) if settings.save else None
+    with lock or nullcontext():  # rank 0 holds it until the job or its process ends
+        data = find_data(job, settings)
+        model, optimizer = build(settings, job)
+        run = load_state(job, settings, model, optimizer, data.mark)
+        if run_steps(job, settings, model, optimizer, data, run):
+            use_model(job, settings, model, data)
     dist.destroy_process_group()
     return 0
 
