@@ -1568,6 +1568,110 @@ def test_bad_input_is_one_line_and_exit_code_2(name, refusals):
     assert not losses(out)
 
 
+def refusal(*flags):
+    """What make_settings says, or None if it takes them."""
+    try:
+        train.make_settings([*map(str, flags)])
+    except upipe.BadInput as error:
+        assert "\n" not in str(error)
+        return str(error)
+
+
+@pytest.mark.parametrize("flags, without", [
+    ("--max-ctx", "--dry-run"), ("--world 4", "--dry-run"), ("--full", "--dry-run"),
+    ("--json f", "--dry-run or --road or --one-rank-of"), ("--plot p.png --dry-run", "--road"),
+    ("--save-every 5", "--save"), ("--keep 3", "--save"), ("--resume", "--save"),
+    ("--prompt x", "--sample"), ("--data x --task recall", "--task text"),
+    ("--one-rank-of 8 --dry-run", "leave one out"), ("--profile d --steps 0", "--steps 0"),
+    ("--warmup 9 --steps 8", "--steps 8"), ("--save d --road", "--road"),
+    ("--lr 1 --one-rank-of 8", "--one-rank-of"), ("--max-ctx --road --dry-run", "leave one out"),
+    ("--loss-by-position x.foo", "'x.foo'"), ("--plot p.foo --road", "'p.foo'"),
+    ("--layers 2 --init d", "leave one out")])
+def test_a_flag_without_effect_is_refused_by_name(flags, without):
+    """And told what it needs."""
+    said = refusal(*flags.split())
+    assert said and flags.split()[0] in said and without in said, said
+
+
+SAID = {str: "x", "store_true": None, train.switch: None, train.length: "4k",
+        train.picture: "p.png"}
+
+
+@st.composite
+def command_lines(draw, rows):
+    """Some of the flags, with a value each, but those that read a file."""
+    rows = [flag for flag in rows if flag not in ("--init", "--tokenizer", "--resume")]
+    words = []
+    for flag in draw(st.lists(st.sampled_from(rows), unique=True, max_size=6)):
+        kind = train.ROWS[flag].kind
+        value = kind[0] if isinstance(kind, tuple) else SAID.get(kind, "1")
+        words += [flag.split()[0], value] if value else [flag]
+    return words
+
+
+@laws(100)
+@given(st.data())
+def test_a_dry_run_takes_the_flags_of_the_job_it_stands_for(data):
+    """Whatever they are: and model, recipe and machine are the same without them."""
+    base = ["--dry-run", "--ctx", "4k"]
+    settings = train.make_settings(base + data.draw(command_lines(train.TRAINING)))
+    for name in ("config", "recipe", "machine", "cp", "world"):
+        assert getattr(settings, name) == getattr(train.make_settings(base), name)
+
+
+@laws(200)
+@given(st.data())
+def test_whatever_is_refused_is_one_of_the_flags_that_were_said(data):
+    """One line, and nothing else is ever raised."""
+    said = data.draw(command_lines(train.ROWS))
+    words = refusal(*said)
+    assert words is None or any(flag in words or train.field(flag) in words
+                                for flag in said if flag.startswith("--")), words
+
+
+def test_what_cannot_be_written_shows_before_the_first_step(tmp_path):
+    """A folder where a file should be, a file where a folder should be."""
+    (tmp_path / "file").write_text("")
+    for flags, said in ((["--log", tmp_path], "is a folder"),
+                        (["--save", tmp_path / "file" / "run"], "file")):
+        out = main(1, *QUICK, *flags)
+        assert "step" not in out.split("train.py: ")[0].replace("stages", "") and said in out, out
+
+
+def test_what_a_system_lacks_is_not_touched_unless_used(monkeypatch):
+    """Neither SIGUSR1 nor sysconf, as on Windows: settings and the dry run's are made."""
+    monkeypatch.delattr(signal, "SIGUSR1")
+    monkeypatch.delattr(os, "sysconf")
+    assert train.make_settings(["--dry-run"]).machine.host == 2000 * train.GIB
+    assert train.make_settings(["--device", "cpu"]).machine.host == math.inf
+
+
+def test_a_rank_that_is_alone_with_its_problem_says_it():
+    """Before the ranks have met, within seconds, though no other rank knows of it."""
+    processes = start(2, QUICK, "train.launched()[0] == 1 and sys.argv.append('--ctxx')")
+    try:
+        out, err = processes[1].communicate(timeout=30)
+        assert processes[1].returncode == 2
+        assert err.startswith("train.py: ") and "--ctxx" in err and err.count("\n") == 1
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def rank_finds(steps):
+    """What a rank says that finds a checkpoint of step steps[rank]."""
+    job = job_of(1)
+    with pytest.raises(upipe.BadInput) as refused:
+        train.load_state(job, SimpleNamespace(saved=dict(step=steps[job.rank]), save="run"),
+                         None, None, 0)
+    return str(refused.value)
+
+
+def test_ranks_that_see_different_checkpoints_all_stop():
+    """Also one that sees the mean of all."""
+    assert all("different checkpoints" in said for said in RANKS[4](rank_finds, (4, 6, 5, 5)))
+
+
 def test_torchrun_trains_on_two_ranks_and_the_loss_falls(data):
     """The README's command, shorter: every step prints its line, the end validates."""
     done = torchrun("train.py", "--ctx", 256, "--steps", 30, "--data", data / "text.txt",
@@ -1575,8 +1679,7 @@ def test_torchrun_trains_on_two_ranks_and_the_loss_falls(data):
     assert done.returncode == 0, done.stderr
     first, *_, last = map(float, losses(done.stdout))
     assert len(losses(done.stdout)) == 30 and 4 < first < 7 and last < 0.6 * first
-    for word in ("upipe", "256 tokens", "kernel cpu", "stages", "validation loss"):
-        assert word in done.stdout
+    assert "validation loss" in done.stdout
 
 
 def test_one_process_needs_no_launcher_and_no_port_and_trains_the_same(data):
@@ -1630,13 +1733,6 @@ def test_a_card_without_bfloat16_computes_in_float32(capability, dtype, monkeypa
     settings = train.make_settings(["--model", "llama3.2-1b"])
     assert settings.device == "cuda" and settings.dtype == dtype
     assert ("float32 instead" in capsys.readouterr().out) == (dtype == "float32")
-
-
-def test_a_full_gpu_is_told_a_switch_that_is_still_off():
-    """The hint knows the recipe that ran: its defaults too, which depend on the machine."""
-    for flags, hint in (([], "try --offload"), (["--offload"], "try --stream"),
-                        (["--offload", "--stream"], "try more GPUs, or a shorter --ctx")):
-        assert train.out_of_memory(train.make_settings(flags)).endswith(hint)
 
 
 @pytest.mark.parametrize("deed, timeout, said", [
@@ -1723,8 +1819,8 @@ RUNS = {
 
 
 def short(texts, *flags):
-    return ["--data", texts, "--ctx", 64, "--layers", 2, "--eval-windows", 3, "--eval-every", 4,
-            *flags]
+    data = [] if "recall" in flags else ["--data", texts]
+    return [*data, "--ctx", 64, "--layers", 2, "--eval-windows", 3, "--eval-every", 4, *flags]
 
 
 @pytest.fixture(scope="module")
@@ -1801,6 +1897,7 @@ def test_a_run_is_not_mixed_up_with_another(texts, whole):
     for flags, said in ((["--resume", "--ctx", 32], "--ctx was 64"),
                         (["--resume", "--seed", 1], "--seed was 0"),
                         (["--resume", "--model", "llama3-8b"], "--model was tiny"),
+                        (["--resume", "--rope-theta", 5e5], "--rope-theta was None"),
                         ([], "--resume"),
                         (["--resume", "--data", texts / "04.txt"], "tokens")):
         assert said in main(1, "--save", folder / "all", *flags)
@@ -1885,8 +1982,7 @@ def test_slices_know_the_documents_of_the_whole_window(cp, texts):
     row, _ = train.open_data(str(texts.parent / "zeros.npy"), 256, 16)
     for tokens, separator in ((files, train.NO_ID), (row, 0)):
         for start in (0, 7, len(tokens) - 140, len(tokens) - 20):
-            parts = [train.read_documents(tokens, start, 130, cp, rank, separator)
-                     for rank in range(cp)]
+            parts = [tokens.window(start, 130, cp, rank, separator) for rank in range(cp)]
             ids, labels = (torch.cat(x)[:130] for x in zip(*((i, l) for i, l, _ in parts)))
             text = tokens.read(start, min(start + 130, len(tokens) - 1))
             if separator == train.NO_ID:

@@ -26,7 +26,6 @@ import argparse
 import json
 import math
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -35,13 +34,13 @@ import threading
 import time
 import traceback
 from bisect import bisect, bisect_left
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ from torch.distributed.fsdp import (
 from tqdm import tqdm
 
 import upipe
-from upipe import BadInput, GPT, GPTConfig, IGNORE, PRESETS, Recipe, stages
+from upipe import BadInput, GPT, GPTConfig, IGNORE, PRESETS, Recipe
 
 GIB = 2**30
 NO_ID = -1  # no token
@@ -96,107 +95,145 @@ def number(kind, low, above=False):
     return parse
 
 
-SWITCH = argparse.BooleanOptionalAction
-FLAGS = {  # group: {flag: what argparse takes}; None, where no default stands, is decided in part 2
-    "what to train": {
-        "--model": dict(choices=PRESETS, help="default: tiny on a CPU, llama3-8b on GPUs"),
-        "--layers": dict(type=number(int, 1), help="number of blocks, for trials (default: all)"),
-        "--ctx": dict(type=length, help="tokens per sequence (default: 512 for tiny, else 128k)"),
-        "--data": dict(help="text file or folder, read as bytes; .bin (uint16, or uint32 where the "
-                       "vocabulary needs it); .npy (default: sources of Python's library)"),
-        "--task": dict(choices=("text", "recall"), default="text",
-                       help="recall: keys and values at the start, asked for at the end"),
-        "--tokenizer": dict(metavar="FILE", help="a tokenizer.json (default: the one in --init)"),
-        "--docs": dict(type=number(int, 0), nargs="?", const=NO_ID, metavar="ID", help="attention "
-                       "stays in a document: a file, or what follows a token ID")},
-    "how memory is held": {  # the fields of upipe.Recipe, and how many ranks share a sequence
-        "--cp": dict(type=number(int, 1), help="ranks that share one sequence (default: all)"),
-        "--attention": dict(choices=("plain", "ulysses", "upipe"), default="upipe"),
-        "--heads-per-stage": dict(type=number(int, 0), default=0,
-                                  help="over all ranks; 0 = fewest"),
-        "--checkpoint": dict(type=number(int, 0), help="blocks per segment; 0 = off (default: 1, "
-                             "or 4 where the host has no room for more)"),
-        "--keep-attention": dict(action=SWITCH,
-                                 help="run it once only (default: with --checkpoint 1)"),
-        "--offload": dict(action=SWITCH,
-                          help="checkpoints wait in host memory (default: on GPUs)"),
-        "--stream": dict(action=SWITCH,
-                         help="and come back tile by tile (default: from 1m tokens on)"),
-        "--offload-params": dict(action=SWITCH, default=False, help="weights, gradients and "
-                                 "AdamW's moments live in host memory"),
-        "--tile": dict(type=number(int, 0), help="tokens; 0 = off (default: CPU 128, GPU 4096)"),
-        "--kernel": dict(default="auto", help="attention kernel (default: the best one here)")},
+def picture(text):
+    if Path(text).suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .png, .svg or .pdf")
+    return text
+
+
+class Flag(NamedTuple):
+    """A row of the table below."""
+    kind: Any           # a type, a tuple of choices, "store_true", or switch: also as --no-...
+    default: Any        # None where the model, the machine or another flag decides: part 2
+    help: str
+    needs: tuple = ()   # flags of which one must be there, or this one has no effect
+    extra: str = ""     # the module of extras that it needs, and a package
+    more: dict = {}     # for argparse
+
+
+whole, count = number(int, 0), number(int, 1)
+real, positive = number(float, 0), number(float, 0, above=True)
+switch, true = argparse.BooleanOptionalAction, "store_true"
+TEXT, STEPS, SAVE, DRY = ("--task text",), ("--steps",), ("--save",), ("--dry-run",)
+INSTEAD = ("--dry-run", "--road", "--one-rank-of")
+DTYPES = ("float32", "bfloat16", "float64")
+FLAGS = {
+    "model and context": {
+        "--model": Flag(tuple(PRESETS), None, "default: tiny on a CPU, llama3-8b on GPUs"),
+        "--init": Flag(str, None, "folder of a Llama 3.x or Qwen3", (), "hf safetensors"),
+        "--layers": Flag(count, None, "number of blocks, for trials (default: all)"),
+        "--ctx": Flag(length, None, "tokens per sequence (default: 512 for tiny, else 128k)"),
+        "--rope-theta": Flag(positive, None, "base of the positions (default: the model's)")},
+    "how memory is held": {  # the fields of upipe.Recipe, and more
+        "--cp": Flag(count, None, "ranks that share one sequence (default: all)"),
+        "--attention": Flag(("plain", "ulysses", "upipe"), "upipe", "default: upipe"),
+        "--heads-per-stage": Flag(whole, 0, "over all ranks; 0 = fewest"),
+        "--checkpoint": Flag(whole, None, "blocks per segment; 0 = off (default: 1, or 4 if the "
+                             "host is full)"),
+        "--keep-attention": Flag(switch, None, "run it once (default: with --checkpoint 1)"),
+        "--offload": Flag(switch, None, "checkpoints wait on the host (default: on GPUs)"),
+        "--stream": Flag(switch, None, "and come back by tiles (default: from 1m tokens on)"),
+        "--offload-params": Flag(switch, False, "so do weights, gradients and AdamW's moments"),
+        "--tile": Flag(whole, None, "tokens; 0 = off (default: CPU 128, GPU 4096)"),
+        "--kernel": Flag(str, "auto", "of attention (default: the fastest here that is right)"),
+        "--device": Flag(("cpu", "cuda"), None, "default: cuda where there is one"),
+        "--dtype": Flag(DTYPES, None, "default: bfloat16 on GPUs"),
+        "--timeout": Flag(positive, 1800, "seconds to wait for another rank (default: 1800)"),
+        "--force": Flag(switch, False, "run what looks too slow or too large")},
+    "data": {
+        "--data": Flag(str, None, "text file or folder, read as bytes; .bin (uint16, or uint32 "
+                       "where the vocabulary needs it); .npy (default: sources of Python's "
+                       "standard library)", TEXT),
+        "--tokenizer": Flag(str, None, "file (default: that of --init)", TEXT, "text tokenizers"),
+        "--docs": Flag(whole, None, "attention stays in a document: a file, or what follows a "
+                       "token ID", TEXT, more=dict(nargs="?", const=NO_ID, metavar="ID")),
+        "--task": Flag(("text", "recall"), "text", "recall: of what stood at the start"),
+        "--eval-every": Flag(whole, None, "steps; 0: at the end (default: 200, large: 0)"),
+        "--eval-windows": Flag(count, None, "sequences (default: 32k tokens' worth)")},
     "optimizer": {
-        "--steps": dict(type=number(int, 0), help="default: 600 for tiny, else 100"),
-        "--lr": dict(type=number(float, 0), help="peak rate (default: 2e-3 for tiny, else 3e-4)"),
-        "--warmup": dict(type=number(int, 0), help="steps (default: a twentieth of --steps)"),
-        "--min-lr": dict(type=number(float, 0),
-                         help="end of the cosine (default: a tenth of --lr)"),
-        "--weight-decay": dict(type=number(float, 0), default=0.1,
-                               help="of matrices (default: 0.1)"),
-        "--grad-clip": dict(type=number(float, 0), default=1.0,
-                            help="global norm; 0 = off (default: 1)"),
-        "--grad-accum": dict(type=number(int, 1), default=1, help="sequences per step and group"),
-        "--seed": dict(type=number(int, 0), default=0,
-                       help="of weights and data order (default: 0)")},
-    "the run": {
-        "--eval-every": dict(type=number(int, 0),
-                             help="steps; 0: at the end (default: 200, large: 0)"),
-        "--eval-windows": dict(type=number(int, 1),
-                               help="sequences (default: 32k tokens' worth)"),
-        "--device": dict(choices=("cpu", "cuda"), help="default: cuda where there is one"),
-        "--dtype": dict(choices=("float32", "bfloat16", "float64"),
-                        help="default: bfloat16 on GPUs"),
-        "--timeout": dict(type=number(float, 0, above=True), default=1800,
-                          help="seconds to wait for another rank before giving up (default: 1800)"),
-        "--force": dict(action=SWITCH, default=False, help="run what looks too slow or too large")},
-    "in and out": {
-        "--init": dict(metavar="DIR", help="start from a Llama 3.x or Qwen3 folder"),
-        "--export": dict(metavar="DIR", help="write such a folder at the end"),
-        "--save": dict(metavar="DIR", help="folder for checkpoints, the same one for all ranks"),
-        "--save-every": dict(type=number(int, 0), default=100, help="steps (default: 100); 0: at "
-                             "the end, and on SIGTERM or SIGUSR1"),
-        "--keep": dict(type=number(int, 1), default=2, help="checkpoints that stay (default: 2)"),
-        "--resume": dict(action="store_true", default=False, help="go on from the newest in "
-                         "--save, with the flags of that run unless given anew"),
-        "--sample": dict(type=number(int, 0), default=0, help="tokens to write in the end"),
-        "--prompt": dict(default="\n", help="what they continue"),
-        "--log --log-file": dict(metavar="FILE", help="one JSON object per step (some versions of "
-                                 "torchrun take --log for their own: the longer name helps)"),
-        "--loss-by-position": dict(metavar="FILE", help="picture of the final model, .png or .svg"),
-        "--profile": dict(metavar="DIR", help="traces of one step")},
+        "--steps": Flag(whole, None, "default: 600 for tiny, else 100"),
+        "--lr": Flag(real, None, "peak rate (default: 2e-3 for tiny, else 3e-4)", STEPS),
+        "--warmup": Flag(whole, None, "steps (default: a twentieth of --steps)", STEPS),
+        "--min-lr": Flag(real, None, "end of the cosine (default: a tenth of --lr)", STEPS),
+        "--weight-decay": Flag(real, 0.1, "of matrices (default: 0.1)", STEPS),
+        "--grad-clip": Flag(real, 1.0, "global norm; 0 = off (default: 1)", STEPS),
+        "--grad-accum": Flag(count, 1, "sequences per step and group (default: 1)"),
+        "--seed": Flag(whole, 0, "of weights and data order (default: 0)")},
+    "what stays": {
+        "--save": Flag(str, None, "folder for checkpoints, the same one for all ranks"),
+        "--save-every": Flag(whole, 100, "steps (default: 100); 0: at the end, on a signal", SAVE),
+        "--keep": Flag(count, 2, "checkpoints that stay (default: 2)", SAVE),
+        "--resume": Flag(true, False, "go on from the newest, with that run's flags", SAVE),
+        "--export": Flag(str, None, "write a folder for --init at the end", (), "hf safetensors"),
+        "--sample": Flag(whole, 0, "tokens to write in the end", (), "text"),
+        "--prompt": Flag(str, "\n", "what they continue", ("--sample",)),
+        "--log --log-file": Flag(str, None, "file with a JSON object per step (some versions of "
+                                 "torchrun take --log for their own)"),
+        "--loss-by-position": Flag(picture, None, "of the final model", (), "road matplotlib"),
+        "--profile": Flag(str, None, "folder for traces of one step", STEPS, "road")},
     "instead of a run": {
-        "--dry-run": dict(action="store_true", default=False,
-                          help="tell memory and time of a step, without doing it"),
-        "--world": dict(type=number(int, 1), help="ranks to simulate (default: 8)"),
-        "--gpus-per-node": dict(type=number(int, 1), help="ranks that share a host (default: 8)"),
-        "--gpu-mem": dict(type=number(float, 0, above=True), help="GiB of a GPU (default: 80)"),
-        "--host-mem": dict(type=number(float, 0, above=True), help="GiB of a node (default: 2000)"),
-        "--full": dict(action="store_true", default=False,
-                       help="simulate every layer, instead of extending two models"),
-        "--max-ctx": dict(action="store_true", default=False,
-                          help="with --dry-run: the longest context that fits"),
-        "--one-rank-of": dict(type=number(int, 1),
-                              help="measure one rank of so many, on one device"),
-        "--road": dict(action="store_true", default=False,
-                       help="one row per technique, simulated or measured here"),
-        "--json": dict(metavar="FILE", help="with --road, --one-rank-of: write the figures"),
-        "--plot": dict(metavar="FILE", help="with --road: draw them, to this .png or .svg")},
+        "--dry-run": Flag(true, False, "tell a step's memory and time, without it", (), "memory"),
+        "--world": Flag(count, None, "ranks to simulate (default: 8)", DRY),
+        "--gpus-per-node": Flag(count, None, "ranks that share a host (default: 8)"),
+        "--gpu-mem": Flag(positive, None, "GiB of a GPU (default: 80)"),
+        "--host-mem": Flag(positive, None, "GiB of a node (default: 2000)"),
+        "--full": Flag(true, False, "simulate every layer, instead of extending two models", DRY),
+        "--max-ctx": Flag(true, False, "the longest context that fits", DRY),
+        "--one-rank-of": Flag(count, None, "measure one rank of so many, alone", (), "road"),
+        "--road": Flag(true, False, "one row per technique, simulated or measured", (), "road"),
+        "--json": Flag(str, None, "file for the figures", INSTEAD),
+        "--plot": Flag(picture, None, "of the road", ("--road",), "road matplotlib")},
 }
-DEFAULTS = {flag.split()[0][2:].replace("-", "_"): how.get("default")
-            for flags in FLAGS.values() for flag, how in flags.items()}
+TRAINING = (*FLAGS["data"], *FLAGS["optimizer"], *FLAGS["what stays"])  # only a run uses these
+APART = ("--one-rank-of --dry-run", "--one-rank-of --road", "--max-ctx --road", "--max-ctx --full",
+         "--init --model", "--init --layers")
+
+
+def field(flag):
+    """The name of a flag among the settings."""
+    return flag.split()[0][2:].replace("-", "_")
+
+
+ROWS = {flag: row for rows in FLAGS.values() for flag, row in rows.items()}
+DEFAULTS = {field(flag): row.default for flag, row in ROWS.items()}
 
 
 def read_flags(argv=None):
     """What is said on the command line, and nothing else: {name: value}."""
     parser = Parser(prog="train.py", description=__doc__.split("\n")[0], allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
-    for title, flags in FLAGS.items():
+    for title, rows in FLAGS.items():
         group = parser.add_argument_group(title)
-        for flag, how in flags.items():
-            group.add_argument(*flag.split(),
-                               **{key: value for key, value in how.items() if key != "default"})
+        for flag, row in rows.items():
+            what = ("choices" if isinstance(row.kind, tuple) else
+                    "action" if row.kind in (switch, true) else "type")
+            group.add_argument(*flag.split(), help=row.help, **{what: row.kind}, **row.more)
     return vars(parser.parse_args(argv))
+
+
+def refuse_idle(given, flags):
+    """Refuse, by name, what was said and would have no effect.
+
+    A dry run stands for a job: it takes all that the job would, and does not ask what that
+    needs."""
+    def there(flag):
+        name, *value = flag.split()
+        return flags[field(name)] == value[0] if value else flags[field(name)]
+    dry, said = flags["dry_run"], [flag for flag in ROWS if field(flag) in given]
+    for one, other in map(str.split, APART):
+        if one in said and other in said:
+            raise BadInput(f"{one} and {other} do not go together: leave one out")
+    for flag in said:
+        needs, job = ROWS[flag].needs, flag in TRAINING
+        if needs and not (job and dry) and not any(map(there, needs)):
+            raise BadInput(f"{flag} has no effect with --steps 0" if needs == STEPS else
+                           f"{flag} has no effect without {' or '.join(needs)}")
+        other = next(filter(there, INSTEAD), None)
+        if job and other and not dry:
+            raise BadInput(f"{flag} has no effect with {other}: nothing is trained")
+    if flags["warmup"] > flags["steps"] > 0 and not dry:
+        raise BadInput(f"--warmup {flags['warmup']} is longer than --steps {flags['steps']}: the "
+                       "rate would never reach --lr")
 
 
 def extra(name, flag=None):
@@ -255,32 +292,6 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
         make_moments(model, optimizer)
         return model, optimizer
 
-    def switches(self):
-        return ", ".join(f"{name} {getattr(self.recipe, name)}" for name in SWITCHES)
-
-    def parameters(self):
-        with torch.device("meta"):
-            return sum(p.numel() for p in GPT(self.config).parameters())
-
-    def forward_flops(self):
-        """(attention, rest) of one sequence's forward pass; 2 FLOPs per multiply-add."""
-        c, d, ctx = self.config, self.config.head_dim, self.ctx
-        attention = c.n_layers * 2 * ctx**2 * c.n_heads * d  # Q K^T and P V, S x S, half masked
-        block = 2 * c.dim * (c.n_heads + c.n_kv_heads) * d + 3 * c.dim * c.ffn_dim
-        return attention, 2 * ctx * (c.n_layers * block + c.vocab_size * c.dim)
-
-    def backward_passes(self):
-        """(attention, rest): the backward pass in units of forward passes, recomputation
-        included."""
-        again = self.recipe.checkpoint > 0
-        attention = 2.5 + (again and not self.recipe.keep_attention)  # flash: 5 products, not 2
-        return attention, 2 + again
-
-    def step_flops(self):
-        """FLOPs of one sequence's forward and backward pass, recomputation included."""
-        return sum(flops * (1 + n) for flops, n in zip(self.forward_flops(),
-                                                       self.backward_passes()))
-
 
 def fit_recipe(wanted, config, machine, ctx, cp, dtype):
     """The Recipe of the switches that are wanted; a None among them as it suits this machine."""
@@ -328,27 +339,38 @@ def with_defaults(flags):
     default("eval_every", 200 if tiny else 0)
     default("eval_windows", max(1, 2**15 // flags["ctx"]))
     here = 8 if flags["dry_run"] else launched()[1]
-    flags["world"] = flags["one_rank_of"] or flags["world"] or here
+    default("world", flags["one_rank_of"] or here)
     default("cp", flags["world"])
     return flags
 
 
-def check_machine(flags):
-    """Refuse what the ranks or the GPUs of this machine cannot be."""
-    world, cp, local_world = flags["world"], flags["cp"], launched()[3]
+def fit_machine(flags):
+    """The flags, with float32 on a card that has no bfloat16. BadInput where the ranks or the GPUs
+    of this machine cannot be so."""
+    world, cp, (rank, _, local_rank, local_world) = flags["world"], flags["cp"], launched()
     if world % cp:
         legal = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise BadInput(f"--cp {cp} does not divide the {world} ranks of this job: use {legal}")
     if flags["dry_run"] or flags["device"] != "cuda":
-        return
+        return flags
     if local_world > torch.cuda.device_count():
         raise BadInput(f"--device cuda: {local_world} ranks on this machine, and PyTorch finds "
                        f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
-    old = torch.cuda.get_device_capability(launched()[2]) < (8, 0)
-    if flags["dtype"] == "bfloat16" and old:
-        flags["dtype"] = "float32"
-        if launched()[0] == 0:
+    if flags["dtype"] == "bfloat16" and torch.cuda.get_device_capability(local_rank) < (8, 0):
+        if rank == 0:
             print("notice    this GPU does not compute in bfloat16: float32 instead")
+        flags = {**flags, "dtype": "float32"}
+    if flags["dtype"] != "bfloat16":
+        extra("kernels", f"--dtype {flags['dtype']} on a GPU")
+    return flags
+
+
+def host_memory():
+    """Bytes; without end where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows, macOS
+        return math.inf
 
 
 def find_machine(flags):
@@ -357,7 +379,7 @@ def find_machine(flags):
     if cuda and flags["dry_run"]:
         host, card = 2000 * GIB, 80 * GIB
     else:
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        host = host_memory()
         card = host / here
         if cuda:
             card = torch.cuda.get_device_properties(launched()[2]).total_memory
@@ -377,21 +399,15 @@ class Bytes:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
-def find_codec(flags):
-    beside = Path(flags["init"] or "") / "tokenizer.json"
-    if flags["tokenizer"] or flags["init"] and beside.exists():
-        return extra("text", "--tokenizer").Tokenizer(flags["tokenizer"] or beside)
-    return Bytes()
-
-
 def choose_model(flags, saved, codec):
     """The GPTConfig that flags, --init or a checkpoint ask for."""
     if saved:
         for name in FIXED:
-            if flags[name] != saved["flags"][name]:
-                raise BadInput(f"--{name} was {saved['flags'][name]} in {saved['path']}, and a run "
-                               "keeps it: to start another one from its weights, --export them "
-                               "and --init")
+            old = saved["flags"].get(name)
+            if flags[name] != old:
+                raise BadInput(f"--{name.replace('_', '-')} was {old} in {saved['path']}, and a "
+                               "run keeps it: to start another one from its weights, --export "
+                               "them and --init")
         return GPTConfig(**saved["config"])
     name = flags["model"]
     if flags["init"]:
@@ -400,6 +416,7 @@ def choose_model(flags, saved, codec):
         config = replace(PRESETS[name], n_layers=flags["layers"] or PRESETS[name].n_layers)
         if name == "tiny":
             config = replace(config, vocab_size=codec.size)
+    config = replace(config, rope_theta=flags["rope_theta"] or config.rope_theta)
     if codec.size > config.vocab_size and (flags["sample"] or type(codec) is not Bytes):
         raise BadInput(f"{name} has {config.vocab_size} tokens, its tokenizer {codec.size}")
     return config
@@ -408,12 +425,13 @@ def choose_model(flags, saved, codec):
 def make_settings(argv=None):
     """Settings, or BadInput: from flags, files and this machine, but no other rank."""
     given = read_flags(argv)
-    saved = find_checkpoint(given.get("save")) if given.get("resume") else None
-    if not saved and given.get("init") and (given.get("model") or given.get("layers")):
-        raise BadInput("--init says what the model is: leave --model and --layers out")
+    saved = find_checkpoint(given["save"]) if given.keys() >= {"resume", "save"} else None
     flags = with_defaults({**DEFAULTS, **remembered(saved), **given})
-    check_machine(flags)
-    codec = find_codec(flags)
+    refuse_idle(given, flags)
+    flags = fit_machine(flags)
+    beside = flags["init"] and Path(flags["init"]) / "tokenizer.json"
+    path = flags["tokenizer"] or beside and beside.exists() and beside
+    codec = extra("text", "--tokenizer").Tokenizer(path) if path else Bytes()
     config = choose_model(flags, saved, codec)
     if flags["kernel"] not in ("auto", *upipe.KERNELS):
         extra("kernels", f"--kernel {flags['kernel']}")
@@ -425,6 +443,16 @@ def make_settings(argv=None):
 
 def refuse_early(settings):
     """What can be known to go wrong in the end, before anything begins."""
+    dry = settings.dry_run
+    for flag, row in ROWS.items():
+        wanted = getattr(settings, field(flag)) not in (None, False, 0)
+        if row.extra and wanted and not (dry and flag in TRAINING):
+            module, *packages = row.extra.split()
+            extra(module, flag)
+            for package in packages:
+                import_module("extras").need(package, flag)
+    if dry:
+        return
     if settings.save and not settings.resume and checkpoints(settings.save):
         raise BadInput(f"--save {settings.save} has checkpoints already: --resume, or another "
                        "folder")
@@ -432,22 +460,12 @@ def refuse_early(settings):
         raise BadInput(f"--export {settings.export} exists already")
     if settings.task == "recall":
         extra("recall", "--task recall")
-        small = settings.config.vocab_size < 256 or settings.ctx < 8
-        if small or settings.docs is not None:
-            raise BadInput("--task recall needs a vocabulary of 256, a --ctx of 8, and no --docs")
-    for name, module, package in NEEDS:
-        if getattr(settings, name):
-            flag = "--" + name.replace("_", "-")
-            extra(module, flag)
-            if package:
-                import_module("extras").need(package, flag)
-
-
-NEEDS = (  # flag, the module of extras that it needs, and a package
-    ("dry_run", "memory", None), ("road", "road", None), ("one_rank_of", "road", None),
-    ("profile", "road", None), ("sample", "text", None), ("init", "hf", "safetensors"),
-    ("export", "hf", "safetensors"), ("loss_by_position", "road", "matplotlib"),
-    ("plot", "road", "matplotlib"))
+        if settings.config.vocab_size < 256 or settings.ctx < 8:
+            raise BadInput("--task recall needs a vocabulary of 256 and a --ctx of 8")
+    try:
+        settings.prompt.encode()
+    except UnicodeError as error:
+        raise BadInput(f"--prompt {settings.prompt!r} is no text: {error}")
 
 
 # 3. Ranks and groups ------------------------------------------------------------------------------
@@ -498,17 +516,6 @@ class Job:
         if self.rank == 0:
             work()
         dist.barrier()
-
-    def peak_flops(self, dtype):
-        """(name of the card, its dense bfloat16 FLOP/s), or (name, None) where that is unknown."""
-        if self.device.type != "cuda":
-            return "this CPU", None
-        card = torch.cuda.get_device_name(self.device)
-        known = (f for name, f in PEAK_FLOPS.items() if name in card and dtype == "bfloat16")
-        return card, next(known, None)
-
-
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16
 
 
 def join(settings):
@@ -599,10 +606,14 @@ class Tokens:
 
     def window(self, start, ctx, cp, cp_rank, docs=None):
         """A rank's slice of the window at `start`: inputs, labels and, with docs, where documents
-        start."""
+        start. No document has to guess how the next one begins."""
+        inputs, labels = read_slice(self, start, ctx, cp, cp_rank)
         if docs is None:
-            return read_slice(self, start, ctx, cp, cp_rank)
-        return read_documents(self, start, ctx, cp, cp_rank, docs)
+            return inputs, labels
+        starts = find_documents(self, start, ctx, docs)
+        last = starts[1:] - 1 - cp_rank * len(labels)
+        labels[last[(last >= 0) & (last < len(labels))]] = IGNORE
+        return inputs, labels, starts
 
 
 def open_file(path, vocab):
@@ -704,15 +715,6 @@ def find_documents(tokens, start, ctx, separator):
     return torch.tensor(sorted({0} | found))
 
 
-def read_documents(tokens, start, ctx, cp, cp_rank, separator):
-    """read_slice and find_documents. No document has to guess how the next one begins."""
-    inputs, labels = read_slice(tokens, start, ctx, cp, cp_rank)
-    docs = find_documents(tokens, start, ctx, separator)
-    last = docs[1:] - 1 - cp_rank * len(labels)
-    labels[last[(last >= 0) & (last < len(labels))]] = IGNORE
-    return inputs, labels, docs
-
-
 def read_windows(job, tokens, starts, ctx, docs=None):
     """This rank's slices of windows, and the number of labels in all windows of all ranks."""
     def work():
@@ -744,15 +746,6 @@ def eval_starts(tokens, ctx, windows):
     return [i * ((len(tokens) - 1) // n) for i in range(n)]
 
 
-def bigram_loss(train, valid, starts, ctx):
-    """What counting pairs of bytes reaches on the windows the model is evaluated on, in nats."""
-    ids = train.read(0, min(len(train), 2**26))
-    pairs = np.bincount(ids[:-1] * 256 + ids[1:], minlength=2**16).reshape(256, 256)
-    nats = -np.log((pairs + 1) / (pairs + 1).sum(1, keepdims=True))  # + 1: no pair is impossible
-    windows = [valid.read(start, min(start + ctx + 1, len(valid))) for start in starts]
-    return float(np.concatenate([nats[ids[:-1], ids[1:]] for ids in windows]).mean())
-
-
 @dataclass
 class Data:
     train: Tokens  # or Recall of extras/recall.py
@@ -765,13 +758,9 @@ def find_data(job, settings):
     """The Data that --task, --data and the tokenizer say."""
     ctx, windows, config = settings.ctx, settings.eval_windows, settings.config
     if settings.task == "recall":
-        Recall = extra("recall", "--task recall").Recall
-        train = Recall(settings.seed, ctx, 2**20)
-        valid = Recall(settings.seed + 2**32, ctx, windows)
-        job.say(f"data      {train.pairs} keys and values at the start of each window, asked for "
-                "at its end")
-        return Data(train, valid, eval_starts(valid, ctx, windows),
-                    f" (chance: {Recall.CHANCE:.3f})")
+        job.say("data      keys and values at the start of each window, asked for at its end")
+        train, valid, compare = extra("recall", "--task recall").make_data(settings)
+        return Data(train, valid, eval_starts(valid, ctx, windows), compare)
     encoded = None if isinstance(settings.codec, Bytes) else settings.codec
 
     def work():
@@ -788,9 +777,9 @@ def find_data(job, settings):
             f"and {len(valid):,} to validate: {len(held_out)} windows")
     if encoded and not encoded.before and not encoded.after:
         job.say("notice    no file says which token ends a text: texts follow without one between")
-    compare = ""
-    if job.rank == 0 and config.vocab_size >= 256 and train.parts[0].dtype == np.uint8:
-        compare = f" (bigrams: {bigram_loss(train, valid, held_out, ctx):.3f})"
+    compare, text = "", extra("text")
+    if job.rank == 0 and text and config.vocab_size >= 256 and train.parts[0].dtype == np.uint8:
+        compare = f" (bigrams: {text.bigram_loss(train, valid, held_out, ctx):.3f})"
     return Data(train, valid, held_out, compare)
 
 
@@ -845,51 +834,6 @@ def build(settings, job):
 
 
 # 6. A step ----------------------------------------------------------------------------------------
-
-
-def print_plan(settings, job):
-    c, recipe, sequences = settings.config, settings.recipe, settings.grad_accum * job.dp
-    attention, rest = (3 * sequences * flops for flops in settings.forward_flops())
-    U = recipe.stage_heads(c, job.cp)
-    n = sum(len(queries) for _, queries in stages(c.n_heads, c.n_kv_heads, job.cp, U))
-    on = [name for name in ("keep_attention", "offload", "stream") if getattr(recipe, name)]
-    size = tqdm.format_sizeof
-    job.say(f"model     {settings.model}: {size(settings.parameters())} parameters, {c.n_layers} "
-            f"layers of width {c.dim}, {c.n_heads} heads and {c.n_kv_heads} kv heads of "
-            f"{c.head_dim}, {settings.dtype}\n"
-            f"context   {settings.ctx:,} tokens over {job.cp} of {job.world} {job.device.type} "
-            f"ranks\n"
-            f"recipe    {recipe.attention}, stages per layer: {n}, heads per stage: {U}, "
-            f"kernel {recipe.kernel}, tile {recipe.tile or 'off'}, "
-            f"checkpoint {recipe.checkpoint}{', '.join(['', *on])}\n"
-            f"work      {sequences} x {settings.ctx:,} tokens, {size(attention + rest)} FLOPs: "
-            f"{size(attention)} in attention, {size(rest)} in the rest (recomputation apart)")
-    gpus = torch.cuda.device_count() if job.device.type == "cuda" else 1
-    if gpus > job.world == 1:
-        job.say(f"notice    one process uses one of the {gpus} GPUs of this machine; all of them:  "
-                f"torchrun --nproc-per-node={gpus} {shlex.join(sys.argv)}")
-
-
-@contextmanager
-def progress_bar(job, model, title, total):
-    """Progress within a step, shown from 10 s on. Counts in forward passes of one block."""
-    events, silent = [], model.progress
-    look = "{desc} {percentage:3.0f}% |{bar}| {elapsed} < {remaining}{postfix}"
-    with tqdm(total=total, desc=title, delay=10, leave=False, miniters=1, disable=job.rank != 0,
-              bar_format=look) as bar:
-        def tick(layer, way):
-            if job.device.type == "cuda":  # the CPU runs ahead: let the GPU finish the block before
-                events.append(torch.cuda.current_stream().record_event())
-                if len(events) > 1:
-                    events.pop(0).synchronize()
-            bar.set_postfix_str(f"{way}, block {layer}", refresh=False)
-            bar.update(2.5 if way == "backward" else 1)
-        if job.rank == 0:
-            model.progress = tick
-        try:
-            yield
-        finally:
-            model.progress = silent
 
 
 def learning_rate(settings, step):
@@ -952,7 +896,7 @@ def evaluate(job, model, data, settings):
 # those who add a dropout.
 
 # Flags that a resumed run takes from run.json: those that none may change, and those that one may.
-FIXED = ("model", "layers", "init", "ctx", "seed", "task", "docs")
+FIXED = ("model", "layers", "rope_theta", "init", "ctx", "seed", "task", "docs")
 REMEMBERED = (*FIXED, *SWITCHES, "data", "tokenizer", "steps", "lr", "warmup", "min_lr",
               "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows", "dtype",
               "cp")
@@ -975,8 +919,6 @@ def checkpoints(folder):
 
 def find_checkpoint(folder):
     """What the newest checkpoint in --save has in run.json, and its path; None if there is none."""
-    if not folder:
-        raise BadInput("--resume needs --save, the folder with the checkpoints")
     found = checkpoints(folder)
     if not found:
         return None
@@ -1028,32 +970,33 @@ def save_state(job, settings, model, optimizer, run, tokens):
     job.say(f"saved     {folder / name}")
 
 
-def make_folders(job, settings):
-    """Make what --save and the others name: what cannot be written shows now, not in a week."""
-    fault, files = None, [Path(x) for x in (settings.log, settings.loss_by_position) if x]
-    folders = [Path(x) for x in (settings.save, settings.profile) if x]
-    folders += [path.parent for path in files]
-    if settings.export:
-        folders.append(Path(settings.export).parent)
-    for folder in folders if job.rank == 0 else ():
+def make_folders(settings):
+    """Make what the flags name -> why one cannot be written, or None: now, not in a week."""
+    files, folders = [settings.json, settings.plot], []
+    if not settings.dry_run:
+        files += [settings.log, settings.loss_by_position, settings.export]
+        folders += [settings.save, settings.profile]
+    for name in filter(None, files + folders):
+        path = Path(name)
+        folder = path.parent if name in files else path
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            fault = str(error)
-        if not os.access(folder, os.W_OK):
-            fault = fault or f"cannot write to {folder}"
-    job.agree(fault)
-    unseen = [folder for folder in folders[:1] if settings.save and not folder.is_dir()]
-    job.agree(f"--save {settings.save}: rank {job.rank} does not see this folder of rank 0: it "
-              "must be on a disk that all machines share" if unseen else None)
+            return str(error)
+        if name in files and path.is_dir():
+            return f"{name} is a folder: give a file"
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            return f"cannot write to {name}"
 
 
 def load_state(job, settings, model, optimizer, tokens):
     """The Run to go on with: from a checkpoint, from published weights, or from the start."""
     import torch.distributed.checkpoint as dcp
     saved = settings.saved
-    step = job.agree(None, saved["step"] if saved else 0)
-    if step != job.world * (saved["step"] if saved else 0):
+    step = saved["step"] if saved else 0
+    ends = torch.tensor([step, -step], device=job.device)  # the largest, and the smallest
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    if ends.sum():
         raise BadInput(f"--save {settings.save}: the ranks see different checkpoints there: it "
                        "must be one folder for all")
     if not saved:
@@ -1084,7 +1027,7 @@ class Stop:
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in {signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)}:  # Windows
             signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self.watch, args=(read,), daemon=True).start()
 
@@ -1122,47 +1065,33 @@ class Log:
 
 def run_steps(job, settings, model, optimizer, data, run):
     """Train from run.step to --steps -> whether it came so far: a signal ends it after any step."""
-    s, recipe = settings, settings.recipe
-    tokens = s.grad_accum * job.dp * s.ctx
-    flops = 3 * sum(s.forward_flops()) * s.grad_accum * job.dp
-    _, peak = job.peak_flops(s.dtype)
-    blocks = s.config.n_layers * s.grad_accum * (1 + s.backward_passes()[0])
-    ahead = run.drawn - run.step * s.grad_accum * job.dp
-    log, stop = Log(job, s.log, run.step), Stop() if s.save else None
-    began, first = time.perf_counter(), run.step
+    s, first, began = settings, run.step, time.perf_counter()
+    plan, tokens = extra("plan"), s.grad_accum * job.dp * s.ctx
+    watch = plan.progress_bar if plan else lambda *_: nullcontext()
+    ahead = run.drawn - first * s.grad_accum * job.dp
+    log, stop = Log(job, s.log, first), Stop() if s.save else None
     for step in range(first, max(first, s.steps) + 1):
         if step >= s.steps or s.eval_every and step % s.eval_every == 0:
-            rounds = -(-len(data.held_out) // job.dp)
-            with progress_bar(job, model, "evaluation", s.config.n_layers * rounds):
+            with watch(job, model, "evaluation", -(-len(data.held_out) // job.dp), s):
                 valid = evaluate(job, model, data, s)
             job.say(f"step {step:5d} | validation loss {valid:.4f} nats per token{data.compare}")
             log(step=step, validation_loss=valid)
         if step >= s.steps:
             break
-        begin = time.perf_counter()
-        lr = learning_rate(s, step)
+        begin, lr = time.perf_counter(), learning_rate(s, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         starts = train_starts(job, data.train, s.ctx, s.seed, step, s.grad_accum, ahead)
         batch, total = read_windows(job, data.train, starts, s.ctx, s.docs)
         inside = s.profile and step == min(first + 1, s.steps - 1)  # the first is not typical
         with (extra("road", "--profile").profiled(job, s.profile) if inside else nullcontext(),
-              progress_bar(job, model, f"step {step + 1}", blocks)):
-            loss, norm = train_step(job, model, optimizer, batch, total, recipe, s.grad_clip,
+              watch(job, model, f"step {step + 1}", plan and plan.step_passes(s), s)):
+            loss, norm = train_step(job, model, optimizer, batch, total, s.recipe, s.grad_clip,
                                     step + 1)
-        seconds = time.perf_counter() - begin
-        line = (f"step {step + 1:5d} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} | "
-                f"{tokens / seconds:,.0f} tokens/s | {seconds:.2f} s")
-        record = dict(step=step + 1, loss=loss, lr=lr, norm=norm, seconds=seconds,
-                      tokens_per_second=tokens / seconds, drawn=run.drawn + len(starts) * job.dp)
-        if job.device.type == "cuda":
-            line += f" | MFU {flops / seconds / job.world / peak:.1%}" if peak else ""
-            record["peak_bytes"] = torch.cuda.max_memory_allocated()
-            line += f" | peak {record['peak_bytes'] / GIB:.1f} GiB"
-            torch.cuda.reset_peak_memory_stats()
-        job.say(line)
-        log(**record)
-        run.step, run.drawn = step + 1, record["drawn"]
+        run.step, run.drawn = step + 1, run.drawn + len(starts) * job.dp
+        record = dict(step=run.step, loss=loss, lr=lr, norm=norm,
+                      seconds=time.perf_counter() - begin, drawn=run.drawn)
+        log(**report_step(job, s, tokens, record))
         stopping = stop is not None and stop.agreed(job)
         due = s.save_every and run.step % s.save_every == 0
         if s.save and (stopping or due or run.step == s.steps):
@@ -1175,6 +1104,22 @@ def run_steps(job, settings, model, optimizer, data, run):
             f"{tqdm.format_interval(time.perf_counter() - began)}, validation loss "
             f"{valid:.4f}{data.compare}")
     return True
+
+
+def report_step(job, settings, tokens, record):
+    """Say a step's line -> the record, with speed and memory."""
+    seconds = record["seconds"]
+    record["tokens_per_second"] = tokens / seconds
+    line = (f"step {record['step']:5d} | loss {record['loss']:.4f} | lr {record['lr']:.2e} | "
+            f"norm {record['norm']:.3f} | {tokens / seconds:,.0f} tokens/s | {seconds:.2f} s")
+    if job.device.type == "cuda":
+        mfu = extra("plan") and extra("plan").utilisation(job, settings, seconds)
+        record["peak_bytes"] = torch.cuda.max_memory_allocated()
+        line += f" | MFU {mfu:.1%}" if mfu else ""
+        line += f" | peak {record['peak_bytes'] / GIB:.1f} GiB"
+        torch.cuda.reset_peak_memory_stats()
+    job.say(line)
+    return record
 
 
 def use_model(job, settings, model, data):
@@ -1191,78 +1136,68 @@ def use_model(job, settings, model, data):
 # 9. Main ------------------------------------------------------------------------------------------
 
 
-def choose_kernel(settings, job):
-    """The name of the attention kernel: checked, and of several the fastest, where extras is."""
-    kernels = extra("kernels")
-    if kernels:
-        return kernels.choose_kernel(settings, job)
-    if settings.kernel == "auto" and settings.device == "cuda" and settings.dtype != "bfloat16":
-        raise BadInput(f"--dtype {settings.dtype} on a GPU needs the folder extras, which is not "
-                       "here: use bfloat16")
-    return {"cpu": "cpu", "cuda": "torch"}[settings.device] if settings.kernel == "auto" else (
-        settings.kernel)
-
-
 def main(settings):
+    """Do what the settings say -> the exit code."""
     refuse_early(settings)
-    if settings.dry_run and settings.road:
-        road = extra("road", "--road")
-        return road.travel(road.road(settings), settings)
-    if settings.dry_run:
-        return extra("memory", "--dry-run").dry_run(settings)
+    plan, road, memory, kernels = map(extra, ("plan", "road", "memory", "kernels"))
     # Rank 0 decides for all: ranks that measure for themselves might disagree.
-    memory = extra("memory")
-    fault = memory.too_much(settings) if memory and launched()[0] == 0 else None
+    fault = make_folders(settings) if launched()[0] == 0 else None
+    if settings.dry_run:
+        if fault:
+            raise BadInput(fault)
+        if settings.road:
+            return road.travel(road.road(settings), settings)
+        return memory.dry_run(settings)
+    if launched()[0] == 0 and memory:
+        fault = fault or memory.too_much(settings)
     job = join(settings)
-    settings = settings.at(kernel=choose_kernel(settings, job))
-    print_plan(settings, job)
+    if kernels:
+        settings = settings.at(kernel=kernels.choose_kernel(settings, job))
+    if plan:
+        plan.print_plan(settings, job)
     job.agree(fault)
     if settings.one_rank_of:
-        return extra("road", "--one-rank-of").one_rank(settings, job)
+        return road.one_rank(settings, job)
     if settings.road:
-        road = extra("road", "--road")
         rows = road.road(settings, job)
-        return road.travel(rows, settings) if job.rank == 0 else None
+        return road.travel(rows, settings) if job.rank == 0 else 0
 
     settings = replace(settings, recipe=replace(settings.recipe, group=job.group))
-    make_folders(job, settings)
+    unseen = settings.save and not Path(settings.save).is_dir()
+    job.agree(f"--save {settings.save}: rank {job.rank} does not see this folder of rank 0: it "
+              "must be on a disk that all machines share" if unseen else None)
     data = find_data(job, settings)
     model, optimizer = build(settings, job)
     run = load_state(job, settings, model, optimizer, len(data.train))
     if run_steps(job, settings, model, optimizer, data, run):
         use_model(job, settings, model, data)
     dist.destroy_process_group()
-
-
-def out_of_memory(settings):
-    """The line for a GPU that is full: the recipe, and the next switch to turn."""
-    recipe = settings.recipe
-    turns = (("--checkpoint 1", not recipe.checkpoint), ("--offload", not recipe.offload),
-             ("--attention upipe", recipe.attention != "upipe"), ("--stream", not recipe.stream),
-             ("--heads-per-stage 0", recipe.heads_per_stage),
-             ("--tile 2048", not recipe.tile or recipe.tile > 2048))
-    turn = next((flag for flag, helps in turns if helps), "more GPUs, or a shorter --ctx")
-    return (f"out of GPU memory at --ctx {settings.length} with {settings.switches()}: try "
-            f"{turn}")
+    return 0
 
 
 def run(argv=None):
     """main(), and then a way out that waits for nobody: os._exit, since a tidy end would wait for
     ranks that wait for this one. torchrun ends all ranks when it sees one go, so the rank that has
     something to say goes first."""
-    rank, code = launched()[0], 1
+    rank, _, local_rank, _ = launched()
+    code = 1
+    sys.stdout.reconfigure(errors="backslashreplace")  # what a sample or a path cannot show
     try:
         settings = make_settings(argv)
-        main(settings)
-        code = 0
-    except BadInput as error:  # known to all ranks, said by rank 0
-        time.sleep(10 * (rank > 0))
-        if rank == 0:
+        code = main(settings) or 0
+    except BadInput as error:
+        # Once the ranks have met, all know it, and rank 0 says it. Before, each one may be alone:
+        # every rank speaks, those of one machine after their first.
+        met = dist.is_initialized()
+        time.sleep((10 if met else 1) * (local_rank > 0 or met and rank > 0))
+        if rank == 0 or not met:
             print(f"train.py: {error}", file=sys.stderr)
         code = 2
     except torch.OutOfMemoryError:  # known to this rank; often all ranks meet it together
         time.sleep(2 * (rank > 0))
-        print(f"train.py: rank {rank}: {out_of_memory(settings)}", file=sys.stderr)
+        memory = extra("memory")
+        hint = memory.out_of_memory(settings) if memory else "out of GPU memory"
+        print(f"train.py: rank {rank}: {hint}", file=sys.stderr)
     except Exception:
         traceback.print_exc()
     sys.stdout.flush()

@@ -48,6 +48,19 @@ def read_config(folder):
         raise BadInput(f"{path}: {error}")
 
 
+# max_position_embeddings in the config.json of the presets, as published
+POSITIONS = {"llama3.2-1b": 131072, "llama3.2-3b": 131072, "llama3-8b": 8192, "llama3-70b": 8192,
+             "qwen3-32b": 40960}
+
+
+def trained_positions(settings):
+    """How far the weights have seen, or None where nobody says."""
+    if not settings.init:
+        return POSITIONS.get(settings.model)
+    config = json.loads((Path(settings.init) / "config.json").read_text())
+    return config.get("max_position_embeddings")
+
+
 def write_config(path, config, ctx, dtype):
     c = config
     name = next(name for name, qk_norm in QK_NORM.items() if qk_norm == c.qk_norm)

@@ -3,6 +3,7 @@
 The same model, recipe, sharding, optimizer and step, with tensors that have shapes but no memory
 (FakeTensorMode) and ranks that are not there (the "fake" process group). A meter sees every tensor
 come and go. There is no second model of the memory: change upipe.py, and the numbers change."""
+import json
 import math
 import re
 import sys
@@ -11,6 +12,7 @@ import weakref
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from tqdm import tqdm
 
 import upipe
 from extras import GIB
+from extras.plan import parameters, step_flops
 from upipe import BadInput
 
 RESERVED = 3 * GIB  # of a card: CUDA's context, NCCL's buffers, what fragmentation wastes
@@ -278,7 +281,7 @@ def plan_memory(settings, full=False):
     if settings.offload_params:  # FSDP brings a unit's part at a time, and takes its gradients back
         host += sum(kinds.pop(kind, 0) for kind in BETWEEN_STEPS)
         ends = config.vocab_size * config.dim
-        blocks = settings.parameters() - ends * (1 if config.tie_embeddings else 2)
+        blocks = parameters(settings) - ends * (1 if config.tie_embeddings else 2)
         unit = 4 * max(ends, blocks // L) // settings.world
         kinds["weights in transit"] = 2 * unit
         device += 2 * unit
@@ -333,7 +336,7 @@ def too_slow(settings):
     said = tqdm.format_interval
 
     def seconds(here):
-        return here.grad_accum * here.world // here.cp * here.step_flops() / rate
+        return here.grad_accum * here.world // here.cp * step_flops(here) / rate
     now = seconds(settings)
     if now > 10:
         print(f"notice    on this CPU ({tqdm.format_sizeof(rate)}FLOP/s) a step takes {said(now)} "
@@ -355,7 +358,7 @@ def too_large(settings):
     of the memory if every block kept a hundred tensors [s, D] in float32 and nothing were
     sharded."""
     config = settings.config
-    s, states = -(-settings.ctx // settings.cp), 16 * settings.parameters()
+    s, states = -(-settings.ctx // settings.cp), 16 * parameters(settings)
     most = 4 * s * (100 * config.n_layers * config.dim + 10 * config.vocab_size) + states
     if most < settings.machine.card / 4:
         return None
@@ -367,6 +370,23 @@ def too_large(settings):
     hope = f"--ctx {longest.length} would" if longest else "more ranks or --layers 1 may"
     return (f"{settings.model} at --ctx {settings.length}: {problem}; {hope}; --dry-run says where "
             "it goes, --force tries all the same")
+
+
+def switches(settings):
+    return ", ".join(f"{name} {value}" for name, value in vars(settings.recipe).items()
+                     if name != "group")
+
+
+def out_of_memory(settings):
+    """The line for a GPU that is full: the recipe, and the next switch to turn."""
+    recipe = settings.recipe
+    turns = (("--checkpoint 1", not recipe.checkpoint), ("--offload", not recipe.offload),
+             ("--attention upipe", recipe.attention != "upipe"), ("--stream", not recipe.stream),
+             ("--heads-per-stage 0", recipe.heads_per_stage),
+             ("--tile 2048", not recipe.tile or recipe.tile > 2048))
+    turn = next((flag for flag, helps in turns if helps), "more GPUs, or a shorter --ctx")
+    return (f"out of GPU memory at --ctx {settings.length} with {switches(settings)}: try "
+            f"{turn}")
 
 
 def longest_context(settings):
@@ -393,7 +413,7 @@ def longest_context(settings):
 
 
 def dry_run(settings):
-    """--dry-run: print where the memory goes, and whether it fits."""
+    """--dry-run: print where the memory goes and whether it fits -> the exit code."""
     if settings.max_ctx:
         settings, report = longest_context(settings)
         if report is None:
@@ -401,13 +421,20 @@ def dry_run(settings):
         print(f"longest   {settings.ctx:,} tokens (--ctx {settings.length}) fit, 64k more do not")
     else:
         report = plan_memory(settings, settings.full)
-    print("recipe    " + settings.switches())
-    print(verdict(settings, report)[1])
+    fits, text = verdict(settings, report)
+    print(f"recipe    {switches(settings)}\n{text}")
     print(f"peak      {report.where}")
     for kind, size in sorted(report.kinds.items(), key=lambda item: -item[1]):
         if size > report.device / 1000:
             print(f"          {size / GIB:8.2f} GiB  {kind}")
-    flops = settings.step_flops() * settings.grad_accum / settings.cp
+    flops = step_flops(settings) * settings.grad_accum / settings.cp
     print(f"time      {tqdm.format_interval(flops / (UTILISATION * 989e12))} a step, if each rank "
           f"computes its {tqdm.format_sizeof(flops)} FLOPs (recomputation included) at "
           f"{UTILISATION:.0%} of an H100's 989 TFLOP/s")
+    if settings.json:
+        recipe = {name: value for name, value in vars(settings.recipe).items() if name != "group"}
+        Path(settings.json).write_text(json.dumps(dict(
+            ctx=settings.ctx, world=settings.world, recipe=recipe, fits=fits, verdict=text,
+            device_bytes=report.device, host_bytes=report.host, where=report.where,
+            bytes_by_kind=report.kinds), indent=1))
+    return 0 if fits else 1

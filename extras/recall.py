@@ -39,3 +39,10 @@ class Recall:
         question &= start < len(self) - 1  # beyond the last window nothing is asked
         labels[question] = asked[(at[question] - self.ctx) // 2, 1]
         return torch.from_numpy(inputs), torch.from_numpy(labels)
+
+
+def make_data(settings):
+    """(to train on, to validate with, what guessing reaches)."""
+    train = Recall(settings.seed, settings.ctx, 2**20)
+    valid = Recall(settings.seed + 2**32, settings.ctx, settings.eval_windows)
+    return train, valid, f" (chance: {Recall.CHANCE:.3f})"

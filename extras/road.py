@@ -15,6 +15,7 @@ from extras import GIB
 from extras.kernels import synchronize
 from extras.memory import (
     BETWEEN_STEPS, KINDS, Report, metered_step, plan_memory, report_of, usable, verdict)
+from extras.plan import backward_passes, forward_flops, peak_flops
 from upipe import IGNORE
 
 ROAD = (("plain", dict(attention="plain", cp=1, fsdp=False)),
@@ -247,11 +248,11 @@ def one_rank(settings, job):
         raise torch.OutOfMemoryError
     dist.destroy_process_group()
     plan = plan_memory(settings)
-    attention, rest = (flops / job.cp for flops in settings.forward_flops())
+    attention, rest = (flops / job.cp for flops in forward_flops(settings))
     seconds, inside = times["seconds"], times["attention_seconds"]
-    card, peak = job.peak_flops(settings.dtype)
+    card, peak = peak_flops(job.device, settings.dtype)
     rate = 3 * (attention + rest) / seconds
-    inner = attention * (1 + settings.backward_passes()[0]) / inside
+    inner = attention * (1 + backward_passes(settings)[0]) / inside
     held = f", {times['reserved_bytes'] / GIB:.3f} reserved" if "reserved_bytes" in times else ""
     print(f"measured  {seconds:.2f} s a step, {settings.ctx / seconds:,.0f} tokens/s"
           + (f", MFU {rate / peak:.1%} of {card}" if peak else "") +

@@ -137,3 +137,13 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path):
     pytest.importorskip("safetensors")
     assert "config.json" in main(1, "--init", tmp_path)
     assert "--model" in main(1, "--init", tmp_path, "--model", "tiny")
+
+
+def test_a_context_beyond_the_trained_positions_is_noticed_and_rope_theta_answers(tmp_path):
+    _, path = published("llama", tmp_path)
+    np.save(tmp_path / "ids.npy", np.arange(6000) % 97)
+    flags = ["--init", path, "--data", tmp_path / "ids.npy", "--steps", 0, "--ctx"]
+    assert "beyond the 256 positions" in main(1, *flags, 300)
+    assert "notice" not in main(1, *flags, 256) + main(1, *flags, 300, "--rope-theta", 5e5)
+    settings = train.make_settings([*map(str, flags), "300", "--rope-theta", "5e5"])
+    assert settings.config.rope_theta == 5e5

@@ -1,5 +1,6 @@
 """The dry run tells what a real step holds."""
 import ast
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -161,3 +162,22 @@ def test_what_cannot_fit_or_end_is_refused_with_what_would(flags, word):
     said = memory.too_much(settings)
     assert word in said and "--ctx" in said and "--force" in said
     assert memory.too_much(replace(settings, force=True)) is None
+
+
+def test_a_full_gpu_is_told_a_switch_that_is_still_off():
+    """The hint knows the recipe that ran: its defaults too, which depend on the machine."""
+    for flags, hint in (([], "try --offload"), (["--offload"], "try --stream"),
+                        (["--offload", "--stream"], "try more GPUs, or a shorter --ctx")):
+        assert memory.out_of_memory(train.make_settings(flags)).endswith(hint)
+
+
+@pytest.mark.parametrize("card, code", [(80, 0), (4, 1)])
+def test_a_dry_run_writes_its_figures_and_what_does_not_fit_exits_with_1(card, code, tmp_path):
+    """As JSON: bytes by kind, host, verdict, recipe, and where."""
+    flags = dry("--model", "llama3.2-1b", "--layers", "2", "--gpu-mem", str(card), "--json",
+                str(tmp_path / "f"))
+    assert memory.dry_run(flags) == code
+    figures = json.loads((tmp_path / "f").read_text())
+    assert figures["fits"] == (code == 0) and figures["recipe"]["checkpoint"] == 1
+    assert sum(figures["bytes_by_kind"].values()) == pytest.approx(figures["device_bytes"], 0.01)
+    assert figures["host_bytes"] > 0 and "fit" in figures["verdict"] and figures["where"]
