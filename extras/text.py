@@ -162,15 +162,6 @@ def write_cache(paths, tokenizer, cache, dtype):
         os.replace(file.name, cache)
 
 
-def bigram_loss(train, valid, starts, ctx):
-    """What counting pairs of bytes reaches on the windows the model is evaluated on, in nats."""
-    ids = train.read(0, min(len(train), 2**26))
-    pairs = np.bincount(ids[:-1] * 256 + ids[1:], minlength=2**16).reshape(256, 256)
-    nats = -np.log((pairs + 1) / (pairs + 1).sum(1, keepdims=True))  # + 1: no pair is impossible
-    windows = [valid.read(start, min(start + ctx + 1, len(valid))) for start in starts]
-    return float(np.concatenate([nats[ids[:-1], ids[1:]] for ids in windows]).mean())
-
-
 @torch.no_grad()
 def sample(job, model, settings):
     """--prompt and --sample tokens more, drawn at temperature 0.8.
