@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import upipe
-from extras import GIB, memory, need
+from extras import GIB, memory
 
 RED, INK = "#D55E00", dict(ha="center", va="center")
 TOKENS = "#8CCBF2", "#F7C65B"  # of rank 0, of rank 1; all colours as Okabe and Ito advise
@@ -171,21 +171,22 @@ def draw_block(path, config=upipe.PRESETS["llama3-8b"], ctx=5 * 2**20, C=8):
     for x, y, text in ((2.1, 0.5, "x"), (2.1, 1.5, "o"), (3.65, 2.5, "y"), (9.3, 0.5, "x"),
                        (5.6, 1.5, "o"), (9.3, 1.5, "dq writes over o"), (13, 1.5, "dq"),
                        (5.6, 2.5, "dy to dh"), (9.3, 2.5, "dh"), (13, 2.5, "dh to dx"),
-                       (9.3, 3.26, "dk, dv"), (9.3, 4.3, "stage buffers")):
+                       (9.3, 3.26, "dk, dv"), (9.3, 5.24, "stage buffers"),
+                       (1.85, 2.4, "stage buffers"), (13, 5.45, "tiles")):
         axes.text(x, y, text, **INK)
     for title, begin, end in PHASES.values():
         axes.text((begin + end) / 2, 7.3, title, **INK)
         axes.axvline(end, color="white", linewidth=3)
+    axes.axvspan(4.3, 4.75, color="white", zorder=3)  # other blocks run, and the gradient dy comes
     axes.set(xlim=(0, 14), ylim=(0, 7.6), xticks=[2.15, 9.3], xticklabels=["forward", "backward"],
              ylabel=f"memory, in s D ({unit / GIB:.0f} GiB)")
     axes.legend(loc="upper left", bbox_to_anchor=(0, 0.93), frameon=False)
     for side in "top", "right":
         axes.spines[side].set_visible(False)
-    figure.suptitle("Three s D tensors are alive, never more", size=31)
+    figure.suptitle("Three s D tensors; the stages share the rest", size=31)
     save(figure, path)
 
 
 if __name__ == "__main__":
-    need("matplotlib", "python -m extras.draw")
     draw_stages("docs/stages.png")
     draw_block("docs/block.png")
