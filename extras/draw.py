@@ -17,8 +17,9 @@ from extras import GIB, memory
 RED, INK = "#D55E00", dict(ha="center", va="center")
 TOKENS = "#8CCBF2", "#F7C65B"  # of rank 0, of rank 1; all colours as Okabe and Ito advise
 LAYERS = {  # of docs/block.png, from below: name, colour, kinds of the meter
-    "x": ("#56B4E9", "x"), "o": ("#E69F00", "attention output"), "y": ("#A6D8F7", "residual stream"),
-    "dh": ("#37B88F", "residual gradient"), "dk, dv": ("#F0E442", "dk and dv"),
+    "x": ("#56B4E9", "x"), "o": ("#E69F00", "attention output"),
+    "y": ("#A6D8F7", "residual stream"), "dh": ("#37B88F", "residual gradient"),
+    "dk, dv": ("#F0E442", "dk and dv"),
     "stage buffers": ("#CC79A7", "stage buffers", "kernel outputs", "kernel workspace"),
     "a tile": ("#888888", "activations", "weight gradients", "gradients in autograd")}
 PHASES = {  # by the function of upipe.py that begins it: title, where it is drawn
