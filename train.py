@@ -124,7 +124,7 @@ FLAGS = {
         "--model": Flag(tuple(PRESETS), None, "default: tiny on a CPU, llama3-8b on GPUs"),
         "--init": Flag(str, None, "folder of a Llama 3.x or Qwen3", (), "hf safetensors"),
         "--layers": Flag(count, None, "number of blocks, for trials (default: all)"),
-        "--ctx": Flag(length, None, "tokens per sequence (default: 512 for tiny, else 128k)"),
+        "--ctx": Flag(length, None, "tokens per sequence (default: 256 for tiny, else 128k)"),
         "--rope-theta": Flag(positive, None, "base of the positions (default: the model's)")},
     "how memory is held": {  # the fields of upipe.Recipe, and more
         "--cp": Flag(count, None, "ranks that share one sequence (default: all)"),
@@ -137,7 +137,7 @@ FLAGS = {
         "--offload": Flag(switch, None, "checkpoints wait on the host (default: on GPUs)"),
         "--stream": Flag(switch, None, "and come back by tiles (default: from 1m tokens on)"),
         "--offload-params": Flag(switch, False, "so do weights, gradients and AdamW's moments"),
-        "--tile": Flag(whole, None, "tokens; 0 = off (default: CPU 128, GPU 4096)"),
+        "--tile": Flag(whole, None, "tokens; 0 = off (default: CPU 64, GPU 4096)"),
         "--kernel": Flag(str, "auto", "of attention (default: the fastest here that is right)"),
         "--device": Flag(("cpu", "cuda"), None, "default: cuda where there is one"),
         "--dtype": Flag(DTYPES, None, "default: bfloat16 on GPUs"),
@@ -153,10 +153,10 @@ FLAGS = {
                        "token ID", TEXT, more=dict(nargs="?", const=NO_ID, metavar="ID")),
         "--task": Flag(("text", "recall"), "text", "recall: of what stood at the start"),
         "--eval-every": Flag(whole, None, "steps; 0: at the end (default: 200, large: 0)"),
-        "--eval-windows": Flag(count, None, "sequences (default: 32k tokens' worth)")},
+        "--eval-windows": Flag(count, None, "sequences (default: 16k tokens' worth)")},
     "optimizer": {
-        "--steps": Flag(whole, None, "default: 600 for tiny, else 100"),
-        "--lr": Flag(real, None, "peak rate (default: 2e-3 for tiny, else 3e-4)", STEPS),
+        "--steps": Flag(whole, None, "default: 400 for tiny, else 100"),
+        "--lr": Flag(real, None, "peak rate (default: 4e-3 for tiny, else 3e-4)", STEPS),
         "--warmup": Flag(whole, None, "steps (default: a twentieth of --steps)", STEPS),
         "--min-lr": Flag(real, None, "end of the cosine (default: a tenth of --lr)", STEPS),
         "--weight-decay": Flag(real, 0.1, "of matrices (default: 0.1)", STEPS),
@@ -319,7 +319,7 @@ def fit_recipe(wanted, config, machine, ctx, cp, dtype):
     default("offload", machine.cuda and switches["checkpoint"] >= 1)
     # Below a million tokens a stage of attention is too short to hide the reading.
     default("stream", switches["offload"] and ctx >= 2**20)
-    default("tile", 0 if textbook else 4096 if machine.cuda else 128)
+    default("tile", 0 if textbook else 4096 if machine.cuda else 64)
     return Recipe(**switches)
 
 
@@ -341,15 +341,15 @@ def with_defaults(flags):
     default("model", flags["init"] or ("llama3-8b" if cuda else "tiny"))
     tiny = flags["model"] == "tiny"
     default("dtype", "bfloat16" if cuda else "float32")
-    default("ctx", 512 if tiny else 128 * 1024)
-    default("steps", 600 if tiny else 100)
-    default("lr", 2e-3 if tiny else 3e-4)
+    default("ctx", 256 if tiny else 128 * 1024)
+    default("steps", 400 if tiny else 100)
+    default("lr", 4e-3 if tiny else 3e-4)
     default("warmup", flags["steps"] // 20)
     default("min_lr", flags["lr"] / 10)
     if flags["min_lr"] > flags["lr"]:
         raise BadInput(f"--min-lr {flags['min_lr']} is above --lr {flags['lr']}: give a lower one")
     default("eval_every", 200 if tiny else 0)
-    default("eval_windows", max(1, 2**15 // flags["ctx"]))
+    default("eval_windows", max(1, 2**14 // flags["ctx"]))
     here = 8 if flags["dry_run"] else launched()[1]
     default("world", flags["one_rank_of"] or here)
     default("cp", flags["world"])
