@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 import upipe
 from extras import GIB
-from upipe import BadInput
 
 RESERVED = 3 * GIB  # of a card: CUDA's context, NCCL's buffers, what fragmentation wastes
+HOST_SHARE = 0.95   # of a host: the rest is for the system, for Python and for the page cache
 UTILISATION = 0.5   # of the peak FLOP/s, for the estimated time
 BETWEEN_STEPS = ("parameters", "gradients", "optimizer")  # kinds that stay from step to step
 
@@ -36,7 +36,7 @@ BETWEEN_STEPS = ("parameters", "gradients", "optimizer")  # kinds that stay from
 KINDS = dict(
     take="stage buffers", attention_forward="attention output", attention_backward="dk and dv",
     lean_forward="residual stream", fetch="residual stream", backward="residual gradient",
-    own="residual gradient", rotary="rotary tables", token_losses="logits tile",
+    own="residual gradient", land="residual stream", rotary="rotary tables", token_losses="logits tile",
     logits="logits tile", __init__="weight gradients", done="weight gradients",
     flash_forward="kernel outputs", flash_backward="kernel outputs", slab="parked",
     **dict.fromkeys(("rows", "load", "collect", "do_parts", "heads", "mlp", "tile_grads", "add",
@@ -154,8 +154,8 @@ def kind_of(frame, dims):
     while frame:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if path == upipe.__file__ or name == "workspace":
-            if name == "land":  # x or attention's output, on their way back
-                return "attention output" if dims == 3 else "residual stream"
+            if name == "land" and dims == 3:  # not x, but attention's output, on its way back
+                return "attention output"
             if name in KINDS or name == "workspace":
                 return KINDS.get(name, "kernel workspace")
             innermost = innermost or name
@@ -307,8 +307,9 @@ def plan_memory(settings, full=False):
 
 
 def usable(settings):
-    """Bytes of a card that a step may fill; on a CPU, all of a rank's part."""
-    return settings.machine.card - (RESERVED if settings.device == "cuda" else 0)
+    """Bytes of a card that a step may fill; on a CPU, of a rank's part of the host."""
+    card = settings.machine.card
+    return max(0, card - RESERVED) if settings.device == "cuda" else card * HOST_SHARE
 
 
 def shares(settings, report):
@@ -316,18 +317,20 @@ def shares(settings, report):
     u = settings.recipe.stage_heads(settings.config, settings.cp) // settings.cp
     # elements of q in a call: S u d
     call = -(-settings.ctx // settings.cp) * settings.cp * u * settings.config.head_dim
-    return (report.device / usable(settings),
-            report.host * settings.machine.ranks / settings.machine.host, call / (2**31 - 1))
+    most, host = usable(settings), HOST_SHARE * settings.machine.host
+    return (report.device / most if most else math.inf,
+            report.host * settings.machine.ranks / host, call / (2**31 - 1))
 
 
 def verdict(settings, report):
     """(fits, text): the report against the card, the host and what a kernel can index."""
     machine, parts = settings.machine, shares(settings, report)
     name = "GPU   " if settings.device == "cuda" else "memory"
+    host = HOST_SHARE * machine.host
     texts = (f"{name}    {gib(report.device)} GiB at the peak, {gib(usable(settings))} usable of "
-             f"{machine.card / GIB:.0f}",
+             f"{whole(machine.card)}",
              f"host      {gib(report.host)} GiB a rank, {gib(report.host * machine.ranks)} a node "
-             f"of {machine.ranks}, of {machine.host / GIB:,.0f}",
+             f"of {machine.ranks}, {gib(host)} usable of {whole(machine.host)}",
              f"kernel    {parts[2]:.2f} x 2^31 elements in a call, and its indices end at 1")
     return max(parts) <= 1, "\n".join(
         text + (": fits" if part <= 1 else ": does not fit") for text, part in zip(texts, parts))
@@ -335,6 +338,10 @@ def verdict(settings, report):
 
 def gib(size):
     return f"{size / GIB:,.1f}"
+
+
+def whole(size):  # 80, 3.5, 0.02
+    return f"{size / GIB:,.2f}".rstrip("0").rstrip(".")
 
 
 def too_much(settings):
@@ -404,6 +411,8 @@ def longest_context(settings):
             seen[n] = here, plan_memory(here)
         return shares(*seen[n])
     low, high, points = 0, math.inf, (16, 32)  # low fits, high does not
+    if usable(settings) == 0:
+        return None, None
     while high - low > 1:
         for n in points:
             low, high = (max(low, n), high) if max(needs(n)) <= 1 else (low, min(high, n))
@@ -414,16 +423,19 @@ def longest_context(settings):
 
 
 def dry_run(settings):
-    """--dry-run: print where the memory goes, and whether it fits."""
+    """--dry-run: print where the memory goes -> whether it fits."""
     if settings.max_ctx:
         settings, report = longest_context(settings)
         if report is None:
-            raise BadInput("--max-ctx: not even --ctx 64k fits: more ranks, or --offload-params")
+            print("longest   not even --ctx 64k fits: take larger cards, more ranks or "
+                  "--offload-params")
+            return False
         print(f"longest   {settings.ctx:,} tokens (--ctx {settings.length}) fit, 64k more do not")
     else:
         report = plan_memory(settings, settings.full)
     print("recipe    " + settings.switches())
-    print(verdict(settings, report)[1])
+    fits, text = verdict(settings, report)
+    print(text)
     print(f"peak      {report.where}")
     for kind, size in sorted(report.kinds.items(), key=lambda item: -item[1]):
         if size > report.device / 1000:
@@ -432,3 +444,4 @@ def dry_run(settings):
     print(f"time      {tqdm.format_interval(flops / (UTILISATION * 989e12))} a step, if each rank "
           f"computes its {tqdm.format_sizeof(flops)} FLOPs (recomputation included) at "
           f"{UTILISATION:.0%} of an H100's 989 TFLOP/s")
+    return fits
