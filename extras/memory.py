@@ -131,21 +131,18 @@ class Meter(TorchDispatchMode):
 
 
 def waited(collective, *args):
-    """Run a collective until nobody but the caller holds its tensors.
-
-    Gloo's thread first says that a collective is done, and then lets go of its tensors: on a busy
-    machine so late that they would count beside what the caller makes next."""
+    """Run a collective until nobody but the caller holds its tensors: gloo's thread lets go after it
+    has said that it is done, on a busy machine so late that they count beside what comes next."""
     def holders():
         return [(x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata))
                 for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
     before, out = holders(), collective(*args)
     *tensors, work = out if isinstance(out, (tuple, list)) else [out]
     Work.unbox(work).wait()
-    del out, work  # it holds them, too: the caller gets another that is done
+    del out, work  # it holds them, too: the caller gets another one, that is done
     while holders() != before:
         time.sleep(1e-5)
-    work = FakeWork().boxed()
-    return (*tensors, work) if tensors else work
+    return (*tensors, FakeWork().boxed()) if tensors else FakeWork().boxed()
 
 
 def kind_of(frame, dims):
@@ -326,11 +323,12 @@ def verdict(settings, report):
     """(fits, text): the report against the card, the host and what a kernel can index."""
     machine, parts = settings.machine, shares(settings, report)
     name = "GPU   " if settings.device == "cuda" else "memory"
-    host = HOST_SHARE * machine.host
+    card, host = (f"{size / GIB:,.2f}".rstrip("0").rstrip(".")  # 80, 3.5
+                  for size in (machine.card, machine.host))
     texts = (f"{name}    {gib(report.device)} GiB at the peak, {gib(usable(settings))} usable of "
-             f"{whole(machine.card)}",
+             f"{card}",
              f"host      {gib(report.host)} GiB a rank, {gib(report.host * machine.ranks)} a node "
-             f"of {machine.ranks}, {gib(host)} usable of {whole(machine.host)}",
+             f"of {machine.ranks}, {gib(HOST_SHARE * machine.host)} usable of {host}",
              f"kernel    {parts[2]:.2f} x 2^31 elements in a call, and its indices end at 1")
     return max(parts) <= 1, "\n".join(
         text + (": fits" if part <= 1 else ": does not fit") for text, part in zip(texts, parts))
@@ -338,10 +336,6 @@ def verdict(settings, report):
 
 def gib(size):
     return f"{size / GIB:,.1f}"
-
-
-def whole(size):  # 80, 3.5, 0.02
-    return f"{size / GIB:,.2f}".rstrip("0").rstrip(".")
 
 
 def too_much(settings):
@@ -410,9 +404,7 @@ def longest_context(settings):
             here = settings.at(ctx=n * unit)
             seen[n] = here, plan_memory(here)
         return shares(*seen[n])
-    low, high, points = 0, math.inf, (16, 32)  # low fits, high does not
-    if usable(settings) == 0:
-        return None, None
+    low, high, points = 0, math.inf if usable(settings) else 1, (16, 32)  # low fits, high does not
     while high - low > 1:
         for n in points:
             low, high = (max(low, n), high) if max(needs(n)) <= 1 else (low, min(high, n))
@@ -427,8 +419,7 @@ def dry_run(settings):
     if settings.max_ctx:
         settings, report = longest_context(settings)
         if report is None:
-            print("longest   not even --ctx 64k fits: take larger cards, more ranks or "
-                  "--offload-params")
+            print("longest   not even --ctx 64k fits: larger cards, more ranks or --offload-params")
             return False
         print(f"longest   {settings.ctx:,} tokens (--ctx {settings.length}) fit, 64k more do not")
     else:
