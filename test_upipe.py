@@ -1658,6 +1658,33 @@ def test_slices_of_a_window_are_its_shards(tmp_path, n, ctx, cp, start):
     assert (labels[real:] == -100).all()
 
 
+def test_data_of_many_files_needs_few_descriptors_and_names_a_file_that_changed(tmp_path):
+    """N2: 1,100 files where a process may open 30 more; the order is that of their names."""
+    resource = pytest.importorskip("resource")  # not on Windows
+    for i in reversed(range(1100)):
+        path = tmp_path / f"{i // 100:02d}" / f"{i:04d}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"%04d" % i)
+    (tmp_path / ".hidden").write_text("no data")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low + 30, hard))
+    try:
+        data, held_out = train.open_data(str(tmp_path), 256, ctx=2)
+        ids = data.read(0, len(data))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(low)
+    assert bytes(ids.tolist()) == b"".join(b"%04d" % i for i in range(1100) if i % 10 != 9)
+    assert all(bytes(data.read(a, b).tolist()) == bytes(ids[a:b].tolist())
+               for a in range(9) for b in range(a, 14))
+    (tmp_path / "03" / "0300.txt").write_bytes(b"0")
+    (tmp_path / "04" / "0400.txt").unlink()
+    for name in ("0300", "0400"):
+        with pytest.raises(train.BadInput, match=f"{name}.txt"):
+            data.read(4 * int(name) * 9 // 10, 4 * int(name) * 9 // 10 + 4)
+
+
 def window_starts(steps, n, seed=0):
     """Where the windows of 64 tokens start that two groups train on, two in each step."""
     jobs = [SimpleNamespace(dp=2, dp_rank=group) for group in range(2)]

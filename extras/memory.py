@@ -164,7 +164,8 @@ def kind_of(frame, dims):
                 return KINDS.get(name, "kernel workspace")
             innermost = innermost or name
         elif "/fsdp/" in path:
-            return "gradient reduction" if "reduce" in name else "gathered weights"
+            caller = frame.f_back.f_code.co_name if name == "allocate" else name
+            return "gradient reduction" if "reduce" in caller else "gathered weights"
         elif "/optim/" in path:
             return "optimizer"
         frame = frame.f_back

@@ -32,7 +32,7 @@ KINDS = {  # what stands in a tokenizer.json
 SPACES_TO_MARKS = dict(type="Sequence", decoders=[
     dict(type="Replace", pattern=dict(String=MARK), content=" "), dict(type="ByteFallback"),
     dict(type="Fuse"), dict(type="Strip", content=" ", start=1, stop=0)])
-CORPUS = "the quick brown fox's tail, 1234 lazy dogs; f(x) = {a.b: [1, 2]}\n\n  and été 日本\r\n" * 40
+WORDS = "the fox's tail, 12345 dogs; f(x) = {a.b: [1, 2]} été 日本"
 
 
 def make_tokenizer(path, kind, template="<s> $A"):
@@ -41,8 +41,9 @@ def make_tokenizer(path, kind, template="<s> $A"):
     inner, special = tokenizers.Tokenizer(tokenizers.models.BPE()), ["<unk>", "<s>", "</s>"]
     pre = tokenizers.pre_tokenizers
     inner.pre_tokenizer = pre.Metaspace() if marks else pre.ByteLevel(add_prefix_space=False)
-    inner.train_from_iterator(CORPUS.splitlines(), tokenizers.trainers.BpeTrainer(
-        vocab_size=700, show_progress=False, initial_alphabet=[] if marks else pre.ByteLevel.alphabet(),
+    inner.train_from_iterator([f"{WORDS} quick brown lazy"] * 40, tokenizers.trainers.BpeTrainer(
+        vocab_size=700, show_progress=False,
+        initial_alphabet=[] if marks else pre.ByteLevel.alphabet(),
         special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)] * marks))
     inner.decoder = tokenizers.decoders.ByteLevel()
     if template:
@@ -70,7 +71,6 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "upipe"
 
 
-WORDS = "the fox's tail, 12345 dogs; f(x) = {a.b: [1, 2]} été 日本"
 AWKWARD = {  # name: text
     "no newline": f"{WORDS} " * 20, "lines": f"{WORDS}\n" * 20, "CRLF": f"{WORDS}\r\n\r\n" * 20,
     "many spaces": "x        y .        z         " * 9, "tabs": "é1\tß\t\tx\n\n\n" * 30,
@@ -102,7 +102,8 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, tmp_path, monkeypatc
     ("<s> $A", {"tokenizer_config.json": {"eos_token": "</s>"}}, [1], []),
     ("<s> $A </s>", {}, [1], [2]), ("$A </s>", {}, [], [2]),
     (None, {"tokenizer_config.json": {"eos_token": {"content": "</s>"}}}, [], [2]),
-    (None, {"tokenizer_config.json": {}, "generation_config.json": {"eos_token_id": [2, 1]}}, [], [2]),
+    (None, {"tokenizer_config.json": {}, "generation_config.json": {"eos_token_id": [2, 1]}}, [],
+     [2]),
     (None, {"config.json": {"eos_token_id": 2}}, [], [2]),
     (None, {"config.json": {"eos_token_id": 99999}}, [], [])])
 def test_documents_stand_between_the_tokens_of_the_template(

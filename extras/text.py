@@ -57,20 +57,19 @@ class Tokenizer:
 
     def find_end(self, folder):
         """[id] of the model's end of a text, as the files beside the tokenizer say, or []."""
-        for name, key in (("tokenizer_config.json", "eos_token"),
-                          ("generation_config.json", "eos_token_id"),
-                          ("config.json", "eos_token_id")):
+        for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
             try:
-                end = json.loads((folder / name).read_text()).get(key)
+                found = json.loads((folder / name).read_text())
+                end = found.get("eos_token") or found.get("eos_token_id")
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, AttributeError) as error:
                 raise BadInput(f"{folder / name}, beside the tokenizer: {error}")
-            end = end.get("content") if isinstance(end, dict) else end
-            end = end[0] if isinstance(end, list) and end else end
-            end = self.inner.token_to_id(end) if isinstance(end, str) else end
-            if isinstance(end, int) and 0 <= end < self.size:
-                return [end]
+            end = end["content"] if isinstance(end, dict) else end
+            ends = end if isinstance(end, list) else [end]  # of several the first
+            ids = [self.inner.token_to_id(x) if isinstance(x, str) else x for x in ends[:1]]
+            if ids and ids[0] in range(self.size):
+                return ids
         return []
 
     @cached_property
@@ -88,14 +87,12 @@ class Tokenizer:
 
     def encode_all(self, batch):
         """The ids of pieces (text, first, last) of documents, on all cores."""
-        ids = [None] * len(batch)
-        for inner, first in ((self.inner, True), (self.middle, False)):
-            these = [i for i, piece in enumerate(batch) if piece[1] == first]
-            found = inner.encode_batch_fast([batch[i][0] for i in these], add_special_tokens=False)
-            for i, encoding in zip(these, found):
-                ids[i] = encoding.ids
-        return [(self.before if first else []) + found + (self.after if last else [])
-                for found, (_, first, last) in zip(ids, batch)]
+        encoded = {}
+        for inner, begins in ((self.inner, True), (self.middle, False)):
+            texts = [text for text, first, _ in batch if first == begins]
+            encoded[begins] = iter(inner.encode_batch_fast(texts, add_special_tokens=False))
+        return [self.before * first + next(encoded[first]).ids + self.after * last
+                for _, first, last in batch]
 
     def decode(self, ids):
         return self.inner.decode(ids, skip_special_tokens=False)
