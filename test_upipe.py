@@ -2232,6 +2232,7 @@ def test_only_flags_that_were_given_are_remembered(texts, tmp_path):
 
 def test_a_full_disk_is_foreseen_and_leaves_whole_checkpoints(texts, tmp_path, monkeypatch):
     """N8: bytes needed and free before the first step; and if it fills later, no rubbish."""
+    pytest.importorskip("extras.guard")
     flags = [*short(texts), "--save", tmp_path, "--save-every", 2, "--steps", 4]
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12345))
@@ -2260,6 +2261,7 @@ def test_a_full_disk_is_foreseen_and_leaves_whole_checkpoints(texts, tmp_path, m
 def test_a_folder_serves_one_job_at_a_time(texts, tmp_path):
     """The second is refused; a lock without its process is none."""
     flags = [*short(texts), "--save", tmp_path, "--steps", 1]
+    pytest.importorskip("extras.guard")
     lock = train.claim(train.make_settings([*map(str, flags)]))
     assert "another job saves there" in main(1, *flags)
     lock.close()

@@ -28,7 +28,6 @@ from tqdm import tqdm
 import upipe
 from extras import GIB
 from extras.plan import parameters, step_flops
-from upipe import BadInput
 
 RESERVED = 3 * GIB  # of a card: CUDA's context, NCCL's buffers, what fragmentation wastes
 HOST_SHARE = 0.95   # of a host: the rest is for the system, for Python and for the page cache

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import train
 import upipe
-from extras import GIB, memory
+from extras import GIB, machine, memory
 from extras.road import ROAD, rows_of_road
 from test_upipe import RANKS, hide_the_gpu, stop_ranks  # noqa: F401
 from upipe import GPTConfig
@@ -205,15 +205,15 @@ def test_memory_and_cores_are_those_of_the_container(case, tmp_path, monkeypatch
     none = tmp_path / "none"
     write(tmp_path, files)
     monkeypatch.setattr(train.os, "sched_getaffinity", lambda _: range(64), raising=False)
-    assert train.memory_here(tmp_path) == (memory_limit or train.memory_here(none))
-    assert train.cores_here(tmp_path) == (cores or 64)
+    assert machine.memory_here(tmp_path) == (memory_limit or machine.memory_here(none))
+    assert machine.cores_here(tmp_path) == (cores or 64)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert train.threads_here(2, tmp_path) == max(1, (cores or 64) // 2)
+    assert machine.threads_here(2, tmp_path) == max(1, (cores or 64) // 2)
     monkeypatch.delattr(train.os, "sched_getaffinity")
     monkeypatch.delattr(train.os, "sysconf_names", raising=False)
     unknown = 2**63 - 4096 if case == "no limit" else float("inf")
-    assert train.memory_here(tmp_path) == (memory_limit or unknown)
-    assert train.cores_here(none) == os.cpu_count()
+    assert machine.memory_here(tmp_path) == (memory_limit or unknown)
+    assert machine.cores_here(none) == os.cpu_count()
 
 
 @pytest.mark.parametrize("asked, threads", [("1", 32), ("3", 3)])
@@ -222,7 +222,7 @@ def test_threads_that_the_user_asked_for_stay(asked, threads, tmp_path, monkeypa
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     monkeypatch.setattr(train.os, "sched_getaffinity", lambda _: range(64), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: int(asked))
-    assert train.threads_here(2, tmp_path) == threads
+    assert machine.threads_here(2, tmp_path) == threads
 
 
 def test_the_longest_context_is_the_last_that_fits():
