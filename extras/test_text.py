@@ -8,8 +8,7 @@ import pytest
 
 import train
 from extras import text
-from test_upipe import (
-    ALL, hide_the_gpu, main, short, stop_ranks, texts, whole)  # noqa: F401
+from test_upipe import ALL, main, short
 
 tokenizers = pytest.importorskip("tokenizers")
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
