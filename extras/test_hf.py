@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import train
 from extras.hf import make_config, published_name, read_config
-from test_upipe import hide_the_gpu, main, stop_ranks  # noqa: F401
+from test_upipe import main
 from upipe import IGNORE, PRESETS
 
 SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,

@@ -14,7 +14,7 @@ import train
 import upipe
 from extras import GIB, machine, memory
 from extras.road import ROAD, rows_of_road
-from test_upipe import RANKS, hide_the_gpu, stop_ranks  # noqa: F401
+from test_upipe import RANKS
 from upipe import GPTConfig
 
 WATCHED = {2: GPTConfig(vocab_size=128, dim=64, n_layers=3, n_heads=8, n_kv_heads=2, head_dim=8,

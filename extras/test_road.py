@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import train
 from extras.road import loss_by_position
-from test_upipe import hide_the_gpu, launch, main, short, stop_ranks, texts  # noqa: F401
+from test_upipe import launch, main, short
 
 
 def test_one_rank_of_many_needs_what_the_dry_run_says(tmp_path):
