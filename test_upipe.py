@@ -2066,8 +2066,8 @@ def test_a_run_is_not_mixed_up_with_another(texts, whole, tmp_path):
                         (["--resume", "--model", "llama3-8b"], "--model was tiny"),
                         (["--resume", "--rope-theta", 5e5], "--rope-theta was None"),
                         ([], "--resume"),
-                        (["--resume", "--data", texts / "04.txt"], "tokens"),
-                        (["--resume", "--data", other], "tokens")):
+                        (["--resume", "--data", texts / "04.txt"], "windows would be"),
+                        (["--resume", "--data", other], "windows would be")):
         assert said in main(1, "--save", folder / "all", *flags)
     assert "--save" in main(1, "--resume")
 
