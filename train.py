@@ -237,8 +237,10 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
         """Settings with other flags, the recipe fitted to them anew."""
         new = replace(self, **changes)
         wanted = {name: getattr(new, name) for name in SWITCHES}
+        share = new.machine.ranks / new.world  # of weights, gradients and moments: 16 bytes
+        held = 16 * new.parameters() * share if new.offload_params else 0
         return replace(new, recipe=fit_recipe(wanted, new.config, new.machine, new.ctx, new.cp,
-                                              new.dtype))
+                                              new.dtype, held))
 
     @property
     def length(self):
@@ -280,8 +282,9 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
                                                        self.backward_passes()))
 
 
-def fit_recipe(wanted, config, machine, ctx, cp, dtype):
-    """The Recipe of the switches that are wanted; a None among them as it suits this machine."""
+def fit_recipe(wanted, config, machine, ctx, cp, dtype, held=0):
+    """The Recipe of the switches that are wanted; a None among them as it suits this machine, of
+    whose host memory `held` bytes are taken."""
     switches = dict(wanted)
 
     def default(name, value):
@@ -290,7 +293,7 @@ def fit_recipe(wanted, config, machine, ctx, cp, dtype):
     # Keeping x and attention's output of every block is the fastest, where the host has room.
     width = config.n_layers * (config.dim + config.n_heads * config.head_dim)
     kept = width * getattr(torch, dtype).itemsize * ctx / cp * machine.ranks
-    room = not machine.cuda or switches["keep_attention"] or kept < 0.9 * machine.host
+    room = not machine.cuda or switches["keep_attention"] or kept + held < 0.9 * machine.host
     default("checkpoint", 1 if room else 4)
     default("keep_attention", switches["checkpoint"] == 1)
     default("offload", machine.cuda and switches["checkpoint"] >= 1)

@@ -36,9 +36,10 @@ BETWEEN_STEPS = ("parameters", "gradients", "optimizer")  # kinds that stay from
 KINDS = dict(
     take="stage buffers", attention_forward="attention output", attention_backward="dk and dv",
     lean_forward="residual stream", fetch="residual stream", backward="residual gradient",
-    own="residual gradient", land="residual stream", rotary="rotary tables", token_losses="logits tile",
-    logits="logits tile", __init__="weight gradients", done="weight gradients",
-    flash_forward="kernel outputs", flash_backward="kernel outputs", slab="parked",
+    own="residual gradient", land="residual stream", rotary="rotary tables",
+    token_losses="logits tile", logits="logits tile", __init__="weight gradients",
+    done="weight gradients", flash_forward="kernel outputs", flash_backward="kernel outputs",
+    slab="parked",
     **dict.fromkeys(("rows", "load", "collect", "do_parts", "heads", "mlp", "tile_grads", "add",
                      "project_backward", "ulysses_attention", "forward"), "activations"))
 
@@ -131,8 +132,8 @@ class Meter(TorchDispatchMode):
 
 
 def waited(collective, *args):
-    """Run a collective until nobody but the caller holds its tensors: gloo's thread lets go after it
-    has said that it is done, on a busy machine so late that they count beside what comes next."""
+    """Run a collective until nobody but the caller holds its tensors. Gloo's thread lets go after
+    it has said that it is done: on a busy machine, they would count beside what comes next."""
     def holders():
         return [(x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata))
                 for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
@@ -304,7 +305,7 @@ def plan_memory(settings, full=False):
 
 
 def usable(settings):
-    """Bytes of a card that a step may fill; on a CPU, of a rank's part of the host."""
+    """Bytes of a card, or on a CPU of a rank's part of the host, that a step may fill."""
     card = settings.machine.card
     return max(0, card - RESERVED) if settings.device == "cuda" else card * HOST_SHARE
 
