@@ -425,10 +425,8 @@ def dry_run(settings):
         print(f"longest   {settings.ctx:,} tokens (--ctx {settings.length}) fit, 64k more do not")
     else:
         report = plan_memory(settings, settings.full)
-    print("recipe    " + settings.switches())
     fits, text = verdict(settings, report)
-    print(text)
-    print(f"peak      {report.where}")
+    print(f"recipe    {settings.switches()}\n{text}\npeak      {report.where}")
     for kind, size in sorted(report.kinds.items(), key=lambda item: -item[1]):
         if size > report.device / 1000:
             print(f"          {size / GIB:8.2f} GiB  {kind}")
