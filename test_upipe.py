@@ -2183,7 +2183,7 @@ DAMAGES = {  # what happens to the newest checkpoint, a folder: what the message
     "run.json no object": (lambda path: (path / "run.json").write_text("[1]"), "version"),
     "an older run.json": (lambda path: edit(path / "run.json", files=None), "version"),
     "a newer run.json": (lambda path: edit(path / "run.json", shoes=2), "version"),
-    "another model's": (lambda path: edit(path / "run.json", config={"shoes": 2}), "shoes"),
+    "another model's": (lambda path: edit(path / "run.json", config={"dim": 8}), "version"),
     "a copy of another": (lambda path: edit(path / "run.json", step=5), "of step 5"),
     "a folder of nothing": (lambda path: [file.unlink() for file in path.iterdir()], "run.json"),
 }
@@ -2268,21 +2268,24 @@ def test_a_folder_serves_one_job_at_a_time(texts, tmp_path):
     assert "done" in main(1, *flags)
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 6, "lo', b"\0\0\0\0", b'{"step": 6, "loss": 2.5}\n'])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 6, "lo', b"\0\0\0\0",
+                                  b'{"step": 6, "loss": 2.5}\n'])
 def test_a_log_goes_on_after_its_last_whole_line(torn, whole, tmp_path):
     folder = whole(*RUNS["two ranks, all on"])
     run, log = shutil.copytree(folder / "all", tmp_path / "run"), tmp_path / "log"
-    log.write_bytes(b"".join((folder / "log").read_bytes().splitlines(True)[:7]) + torn)
+    lines = (folder / "log").read_bytes().splitlines()[:7]
+    log.write_bytes(b"\n".join(lines) + (b"\n" if torn else b"") + torn)
     main(2, "--save", run, "--resume", 5, "--log", log)
     assert records(log).keys() == set(range(1, 11)) and records(log, "validation_loss").keys() == {
         0, 4, 8, 10}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run"]
 
 
-def test_a_file_that_is_no_log_stays(texts, tmp_path):
-    (tmp_path / "poem").write_text("Roses are red,\nviolets are blue.\n")
+@pytest.mark.parametrize("poem", ["Roses are red,\nviolets are blue.\n", "An apple a day"])
+def test_a_file_that_is_no_log_stays(poem, texts, tmp_path):
+    (tmp_path / "poem").write_text(poem)
     assert "poem, line 1, is no step" in main(1, *short(texts), "--log", tmp_path / "poem")
-    assert (tmp_path / "poem").read_text().endswith("blue.\n")
+    assert (tmp_path / "poem").read_text() == poem
 
 
 def test_a_run_is_not_mixed_up_with_another(texts, whole, tmp_path):
