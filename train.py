@@ -448,6 +448,24 @@ def refuse_early(settings):
         extra("hf", "--init").refuse_early(settings, paths)
 
 
+def make_folders(settings):
+    """Make what the flags name. BadInput if one cannot be written: now, not in a week."""
+    files, folders = [settings.json, settings.plot], []
+    if not settings.dry_run:
+        files += [settings.log, settings.loss_by_position, settings.export]
+        folders += [settings.save, settings.profile]
+    for name in filter(None, files + folders):
+        path = Path(name)
+        folder = path.parent if name in files else path
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(str(error))
+        refuse(name in files and path.is_dir(), f"{name} is a folder: give a file")
+        place = path if path.exists() else folder
+        refuse(not os.access(place, os.W_OK), f"cannot write to {name}")
+
+
 # 3. Ranks and groups ------------------------------------------------------------------------------
 # A rank that stops alone leaves the others in a collective until the time-out. So what one rank
 # alone can see (its file, its tokens, its loss) travels with a sum that is needed anyway. All ranks
@@ -862,9 +880,8 @@ def evaluate(job, model, data, settings):
 # Flags that a resumed run takes from run.json: those that none may change, and those that one may.
 # Of the latter only what was given: a --min-lr that followed from --lr has to follow the next one.
 FIXED = ("model", "layers", "rope_theta", "init", "ctx", "seed", "task", "docs")
-REMEMBERED = (*FIXED, *SWITCHES, "data", "tokenizer", "steps", "lr", "warmup", "min_lr",
-              "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows", "dtype",
-              "cp")
+REMEMBERED = (*FIXED, *SWITCHES, "cp", "dtype", "data", "tokenizer", "steps", "lr", "warmup",
+              "min_lr", "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows")
 FACTS = {"step", "drawn", "data", "world", "config", "flags", "files"}  # what run.json says
 
 
@@ -1015,33 +1032,12 @@ def distributed(work, state, path):
         raise BadInput(str(error).partition("\n")[0] or type(error).__name__)
 
 
-def make_folders(settings):
-    """Make what the flags name. BadInput if one cannot be written: now, not in a week."""
-    files, folders = [settings.json, settings.plot], []
-    if not settings.dry_run:
-        files += [settings.log, settings.loss_by_position, settings.export]
-        folders += [settings.save, settings.profile]
-    for name in filter(None, files + folders):
-        path = Path(name)
-        folder = path.parent if name in files else path
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(str(error))
-        refuse(name in files and path.is_dir(), f"{name} is a folder: give a file")
-        place = path if path.exists() else folder
-        refuse(not os.access(place, os.W_OK), f"cannot write to {name}")
-
-
 def load_state(job, settings, model, optimizer, data):
     """The Run to go on with, on data of this fingerprint: of a checkpoint, from published weights
     or from the start."""
     saved = settings.saved
-    step = saved["step"] if saved else 0
-    ends = torch.tensor([step, -step], device=job.device)  # the largest, and the smallest
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    refuse(ends.sum(), f"--save {settings.save}: the ranks see different checkpoints there: it "
-           "must be one folder for all")
+    refuse(len(set(job.gather(saved and saved["step"]))) > 1, f"--save {settings.save}: the ranks "
+           "see different checkpoints there: it must be one folder for all")
     if not saved:
         if settings.resume:
             job.say(f"resume    no checkpoint in {settings.save} yet: from the start")
@@ -1075,6 +1071,8 @@ def put_aside(path):
             print(f"notice    {newer} is {newer.rename(f'{newer}.old')} now")
 
 
+# 8. The loop --------------------------------------------------------------------------------------
+
 class Stop:
     """SIGTERM or SIGUSR1: stop after this step. The second one stops at once.
 
@@ -1098,8 +1096,6 @@ class Stop:
                 os._exit(128 + number)
             self.asked = True
 
-
-# 8. The loop --------------------------------------------------------------------------------------
 
 class Log:
     """--log, by rank 0. A resumed run writes on where it left off."""
