@@ -1039,6 +1039,8 @@ def load_state(job, settings, model, optimizer, data):
     with naming_the_one_before(saved["path"]):
         if guard and settings.verify is not False:
             job.together(lambda: (guard.verify(job, saved), 0))
+        elif not guard:
+            job.say("notice    without the folder extras no checksum is compared")
         distributed("load", state, saved["path"])
     torch.set_rng_state(state["rng"])
     job.say(f"resume    {saved['path']}, written by {saved['world']} ranks")
