@@ -122,7 +122,7 @@ FLAGS = {
         "--model": Flag(tuple(PRESETS), None, "default: tiny on a CPU, llama3-8b on GPUs"),
         "--init": Flag(str, None, "folder of a Llama 3.x or Qwen3", (), "hf safetensors"),
         "--layers": Flag(count, None, "number of blocks, for trials (default: all)"),
-        "--ctx": Flag(length, None, "tokens per sequence (default: 512 for tiny, else 128k)"),
+        "--ctx": Flag(length, None, "tokens per sequence (default: 256 for tiny, else 128k)"),
         "--rope-theta": Flag(positive, None, "base of the positions (default: the model's)")},
     "how memory is held": {  # the fields of upipe.Recipe, and more
         "--cp": Flag(count, None, "ranks that share one sequence (default: all)"),
@@ -133,7 +133,7 @@ FLAGS = {
         "--offload": Flag(switch, None, "checkpoints wait on the host (default: on GPUs)"),
         "--stream": Flag(switch, None, "and come back by tiles (default: from 1m tokens on)"),
         "--offload-params": Flag(switch, False, "so do weights, gradients and AdamW's moments"),
-        "--tile": Flag(whole, None, "tokens; 0 = off (default: CPU 128, GPU 4096)"),
+        "--tile": Flag(whole, None, "tokens; 0 = off (default: CPU 64, GPU 4096)"),
         "--kernel": Flag(str, "auto", "of attention (default: the fastest here that is right)"),
         "--device": Flag(("cpu", "cuda"), None, "default: cuda where there is one"),
         "--dtype": Flag(DTYPES, None, "default: bfloat16 on GPUs"),
@@ -147,10 +147,10 @@ FLAGS = {
                        "token ID", TEXT, more=dict(nargs="?", const=NO_ID, metavar="ID")),
         "--task": Flag(("text", "recall"), "text", "recall: of what stood at the start"),
         "--eval-every": Flag(whole, None, "steps; 0: at the end (default: 200, large: 0)"),
-        "--eval-windows": Flag(count, None, "sequences (default: 32k tokens' worth)")},
+        "--eval-windows": Flag(count, None, "sequences (default: 16k tokens' worth)")},
     "optimizer": {
-        "--steps": Flag(whole, None, "default: 600 for tiny, else 100"),
-        "--lr": Flag(real, None, "peak rate (default: 2e-3 for tiny, else 3e-4)", STEPS),
+        "--steps": Flag(whole, None, "default: 400 for tiny, else 100"),
+        "--lr": Flag(real, None, "peak rate (default: 4e-3 for tiny, else 3e-4)", STEPS),
         "--warmup": Flag(whole, None, "steps (default: a twentieth of --steps)", STEPS),
         "--min-lr": Flag(real, None, "end of the cosine (default: a tenth of --lr)", STEPS),
         "--weight-decay": Flag(real, 0.1, "of matrices (default: 0.1)", STEPS),
@@ -310,7 +310,7 @@ def fit_recipe(wanted, config, machine, ctx, cp, dtype):
     checkpoint, textbook = switches["checkpoint"], "plain" if cp == 1 else "ulysses"
     fill(switches, attention="upipe" if checkpoint else textbook, keep_attention=checkpoint == 1,
          offload=machine.cuda and checkpoint >= 1)
-    tile = 4096 if machine.cuda else 128
+    tile = 4096 if machine.cuda else 64
     # Below a million tokens a stage of attention is too short to hide the reading.
     fill(switches, stream=switches["offload"] and ctx >= 2**20, tile=tile if checkpoint else 0)
     return Recipe(**switches)
@@ -331,10 +331,10 @@ def with_defaults(flags):
          dtype="bfloat16" if cuda else "float32",
          world=flags["one_rank_of"] or (8 if dry else launched()[1]))
     if flags["model"] == "tiny":
-        fill(flags, ctx=512, steps=600, lr=2e-3, eval_every=200)
+        fill(flags, ctx=256, steps=400, lr=4e-3, eval_every=200)
     fill(flags, ctx=128 * 1024, steps=100, lr=3e-4, eval_every=0, cp=flags["world"])
     fill(flags, warmup=flags["steps"] // 20, min_lr=flags["lr"] / 10,
-         eval_windows=max(1, 2**15 // flags["ctx"]))
+         eval_windows=max(1, 2**14 // flags["ctx"]))
     refuse(flags["min_lr"] > flags["lr"],
            f"--min-lr {flags['min_lr']} is above --lr {flags['lr']}: give a lower one")
     return flags
@@ -364,9 +364,8 @@ def fit_machine(flags):
 def find_machine(flags):
     """The memory of this machine, or of the one that --dry-run is to think of."""
     cuda, dry = flags["device"] == "cuda", flags["dry_run"]
-    here, host = 8 if dry else launched()[3], math.inf
-    with suppress(AttributeError, ValueError, OSError):  # Windows and macOS do not tell
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    here, machine = 8 if dry else launched()[3], extra("machine")
+    host = machine.memory_here() if machine else math.inf
     card = host / here
     if cuda and dry:
         host, card = 2000 * GIB, 80 * GIB
@@ -524,8 +523,8 @@ def join(settings):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    elif local_world > 1:  # threads of several ranks on one core slow all of them down
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    elif machine := extra("machine"):
+        torch.set_num_threads(machine.threads_here(local_world))
     if settings.one_rank_of:
         extra("memory", "--one-rank-of").pretend(settings.world)
         return settings.meet(device)

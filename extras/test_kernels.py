@@ -5,8 +5,7 @@ import torch
 import upipe
 from extras import installed
 from extras.kernels import PACKAGES
-from test_upipe import (
-    BF16, F32, QUICK, assert_close, cuda, hide_the_gpu, main, ref_attention)  # noqa: F401
+from test_upipe import BF16, F32, QUICK, assert_close, cuda, main, ref_attention
 
 
 @pytest.mark.parametrize("what", ["output", "dq", "dk", "dv"])

@@ -3,9 +3,7 @@ import pytest
 import torch
 
 from extras.recall import Recall
-from test_upipe import (
-    RANKS, check_resumed, hide_the_gpu, rank_main, records, short, stop_ranks, texts,
-    whole)  # noqa: F401
+from test_upipe import RANKS, check_resumed, rank_main, records
 from upipe import IGNORE
 
 

@@ -4,7 +4,7 @@ import subprocess
 
 import train
 from extras import memory, report
-from test_upipe import hide_the_gpu, pretend_cuda  # noqa: F401
+from test_upipe import pretend_cuda
 
 
 def test_every_part_of_the_device_report_runs_small(tmp_path, monkeypatch, capsys):

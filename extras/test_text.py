@@ -1,15 +1,12 @@
 """Text through a tokenizer, and text that a model writes."""
-import itertools
 import json
 import threading
 
 import numpy as np
 import pytest
 
-import train
 from extras import text
-from test_upipe import (
-    ALL, hide_the_gpu, main, short, stop_ranks, texts, whole)  # noqa: F401
+from test_upipe import ALL, main, short
 
 tokenizers = pytest.importorskip("tokenizers")
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -152,7 +149,7 @@ def test_a_cache_is_written_once_and_by_nobody_in_part(texts, tmp_path, cache, m
 
 
 def test_a_prompt_that_is_no_text_is_refused_before_the_first_step():
-    assert main(1, "--sample", 1, "--prompt", "\udcff").startswith("train.py: --prompt")
+    assert "train.py: --prompt" in main(1, "--sample", 1, "--prompt", "\udcff")
 
 
 def test_a_sample_does_not_depend_on_the_ranks(texts, whole):

@@ -1,0 +1,2 @@
+"""Fixtures of test_upipe.py that the tests of this folder use too."""
+from test_upipe import hide_the_gpu, stop_ranks, texts, whole  # noqa: F401
