@@ -1960,6 +1960,8 @@ DAMAGES = {  # what happens to the newest checkpoint, a folder: what the message
 def test_a_damaged_checkpoint_is_named_with_the_way_to_the_one_before(name, whole, tmp_path):
     """N7: one line on every rank, nothing is lost, and the older one is taken by a flag alone."""
     deed, word = DAMAGES[name]
+    if name == "bytes flipped":
+        pytest.importorskip("extras.guard")  # it compares checksums
     shutil.copytree(whole(*RUNS["two ranks, all on"]) / "all", tmp_path / "run")
     deed(tmp_path / "run" / "step-00000010")
     before = sorted(tmp_path.rglob("*"))

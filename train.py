@@ -32,7 +32,6 @@ import sysconfig
 import threading
 import time
 import traceback
-import zlib
 from bisect import bisect, bisect_left
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
@@ -56,6 +55,7 @@ GIB = 2**30
 NO_ID = -1  # no token
 
 # 1. Flags -----------------------------------------------------------------------------------------
+
 
 def refuse(when, message):
     if when:
@@ -163,7 +163,7 @@ FLAGS = {
         "--keep": Flag(count, 2, "checkpoints that stay (default: 2)", SAVE),
         "--resume": Flag(count, None, "go on from the newest, or of a STEP, with its flags unless "
                          "given anew", SAVE, more=dict(nargs="?", const=NO_ID, metavar="STEP")),
-        "--verify": Flag(switch, True, "compare checksums (default: yes)", ("--resume",)),
+        "--verify": Flag(switch, None, "compare checksums (default: yes)", ("--resume",), "guard"),
         "--export": Flag(str, None, "write a folder for --init at the end", (), "hf safetensors"),
         "--sample": Flag(whole, 0, "tokens to write in the end", (), "text"),
         "--prompt": Flag(str, "\n", "what they continue", ("--sample",)),
@@ -448,6 +448,24 @@ def refuse_early(settings):
     if settings.init and not (settings.road or settings.one_rank_of):
         paths = find_files(settings.data) if settings.task == "text" else ()
         extra("hf", "--init").refuse_early(settings, paths)
+
+
+def make_folders(settings):
+    """Make what the flags name. BadInput if one cannot be written: now, not in a week."""
+    files, folders = [settings.json, settings.plot], []
+    if not settings.dry_run:
+        files += [settings.log, settings.loss_by_position, settings.export]
+        folders += [settings.save, settings.profile]
+    for name in filter(None, files + folders):
+        path = Path(name)
+        folder = path.parent if name in files else path
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(str(error))
+        refuse(name in files and path.is_dir(), f"{name} is a folder: give a file")
+        place = path if path.exists() else folder
+        refuse(not os.access(place, os.W_OK), f"cannot write to {name}")
 
 
 # 3. Ranks and groups ------------------------------------------------------------------------------
@@ -864,9 +882,8 @@ def evaluate(job, model, data, settings):
 # Flags that a resumed run takes from run.json: those that none may change, and those that one may.
 # Of the latter only what was given: a --min-lr that followed from --lr has to follow the next one.
 FIXED = ("model", "layers", "rope_theta", "init", "ctx", "seed", "task", "docs")
-REMEMBERED = (*FIXED, *SWITCHES, "data", "tokenizer", "steps", "lr", "warmup", "min_lr",
-              "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows", "dtype",
-              "cp")
+REMEMBERED = (*FIXED, *SWITCHES, "cp", "dtype", "data", "tokenizer", "steps", "lr", "warmup",
+              "min_lr", "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows")
 FACTS = {"step", "drawn", "data", "world", "config", "flags", "files"}  # what run.json says
 
 
@@ -891,7 +908,8 @@ def read_checkpoint(path):
         refuse(not same, "another version of train.py wrote it")
         refuse(path.name != f"step-{saved['step']:08d}", f"it is of step {saved['step']}")
         for name, (size, _) in saved["files"].items():
-            refuse((path / name).stat().st_size != size, f"{name} had {size} bytes")
+            size_now = (path / name).stat().st_size
+            refuse(size_now != size, f"{name} had {size} bytes when it was written")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise BadInput(f"run.json: {error}")
     if saved["world"] != launched()[1]:
@@ -932,15 +950,6 @@ def find_checkpoint(folder, step):
         return read_checkpoint(found[-1])
 
 
-def checksum(path):
-    """CRC-32 of a file."""
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(2**20):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
 def sweep(folder):
     """Delete a checkpoint, and nothing else that somebody may have put there."""
     for pattern in ("run.json", ".metadata*", "__*.distcp"):
@@ -973,11 +982,8 @@ def state_of(model, optimizer):
 
 
 def save_state(job, settings, model, optimizer, run, data):
-    """Write a checkpoint, and remove all but the last --keep. BadInput if the disk is full.
-
-    Its files are read once more for their checksums: measured, 0.4 s of a core per GiB, beside 3 s
-    to write it; and the same again when they are compared, beside 1 s to load it."""
-    folder, name = Path(settings.save), f"step-{run.step:08d}"
+    """Write a checkpoint, and remove all but the last --keep. BadInput if the disk is full."""
+    folder, name, guard = Path(settings.save), f"step-{run.step:08d}", extra("guard")
     part = folder / f".{name}"
     flags = {name: getattr(settings, name) for name in REMEMBERED
              if name in FIXED or name in settings.given}
@@ -987,7 +993,8 @@ def save_state(job, settings, model, optimizer, run, data):
     def write():
         distributed("save", state_of(model, optimizer), part)
         mine = [*part.glob(f"__{job.rank}_*"), *(part.glob(".metadata") if job.rank == 0 else ())]
-        return {file.name: (file.stat().st_size, checksum(file)) for file in mine}, 0
+        return {file.name: (file.stat().st_size, guard and guard.checksum(file))
+                for file in mine}, 0
 
     def publish():
         (part / "run.json").write_text(json.dumps(facts, indent=1))
@@ -1016,33 +1023,12 @@ def distributed(work, state, path):
         raise BadInput(str(error).partition("\n")[0] or type(error).__name__)
 
 
-def make_folders(settings):
-    """Make what the flags name. BadInput if one cannot be written: now, not in a week."""
-    files, folders = [settings.json, settings.plot], []
-    if not settings.dry_run:
-        files += [settings.log, settings.loss_by_position, settings.export]
-        folders += [settings.save, settings.profile]
-    for name in filter(None, files + folders):
-        path = Path(name)
-        folder = path.parent if name in files else path
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(str(error))
-        refuse(name in files and path.is_dir(), f"{name} is a folder: give a file")
-        place = path if path.exists() else folder
-        refuse(not os.access(place, os.W_OK), f"cannot write to {name}")
-
-
 def load_state(job, settings, model, optimizer, data):
     """The Run to go on with, on data of this fingerprint: of a checkpoint, from published weights
     or from the start."""
-    saved = settings.saved
-    step = saved["step"] if saved else 0
-    ends = torch.tensor([step, -step], device=job.device)  # the largest, and the smallest
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    refuse(ends.sum(), f"--save {settings.save}: the ranks see different checkpoints there: it "
-           "must be one folder for all")
+    saved, guard = settings.saved, extra("guard")
+    refuse(len(set(job.gather(saved and saved["step"]))) > 1, f"--save {settings.save}: the ranks "
+           "see different checkpoints there: it must be one folder for all")
     if not saved:
         if settings.resume:
             job.say(f"resume    no checkpoint in {settings.save} yet: from the start")
@@ -1054,19 +1040,15 @@ def load_state(job, settings, model, optimizer, data):
     make_moments(model, optimizer)  # there must be some to load into
     state = state_of(model, optimizer)
     with naming_the_one_before(saved["path"]):
-        if settings.verify:
-            job.together(lambda: (verify(job, saved), 0))
+        if guard and settings.verify is not False:
+            job.together(lambda: (guard.verify(job, saved), 0))
+        elif not guard:
+            job.say("notice    without the folder extras no checksum is compared")
         distributed("load", state, saved["path"])
     torch.set_rng_state(state["rng"])
     job.say(f"resume    {saved['path']}, written by {saved['world']} ranks")
     job.on_rank_0(lambda: put_aside(saved["path"]))
     return Run(saved["step"], saved["drawn"])
-
-
-def verify(job, saved):
-    """Compare checksums, each rank's of its share of the files."""
-    for name, (_, crc) in sorted(saved["files"].items())[job.rank::job.world]:
-        refuse(checksum(saved["path"] / name) != crc, f"{name} is not what was written")
 
 
 def put_aside(path):
@@ -1075,6 +1057,8 @@ def put_aside(path):
         if newer > path:
             print(f"notice    {newer} is {newer.rename(f'{newer}.old')} now")
 
+
+# 8. The loop --------------------------------------------------------------------------------------
 
 class Stop:
     """SIGTERM or SIGUSR1: stop after this step. The second one stops at once.
@@ -1099,7 +1083,6 @@ class Stop:
                 os._exit(128 + number)
             self.asked = True
 
-# 8. The loop --------------------------------------------------------------------------------------
 
 class Log:
     """--log, by rank 0. A resumed run writes on where it left off."""
