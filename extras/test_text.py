@@ -1,5 +1,4 @@
 """Text through a tokenizer, and text that a model writes."""
-import itertools
 import json
 import threading
 
