@@ -17,9 +17,9 @@
     sharded weights train as one process does               sharded_steps, collectives, bfloat16
     a loss that is not finite spoils nothing                a_loss_that_is_not_finite
     data: each token once, documents apart                  slices_of, windows_depend, data_of_many
-    bad input is one line, before the first step            bad_input, a_process_with, a_flag_without
-    one process, torchrun and any rank's failure            torchrun_trains, one_process, a_rank_that
-    five steps and five more are ten, on any ranks          five_steps, a_checkpoint_of, other_groups
+    bad input is one line, before the first step            bad_input, a_process_with, a_flag
+    one process, torchrun and any rank's failure            torchrun_trains, one_process, a_rank
+    five steps and five more are ten, on any ranks          five_steps, a_checkpoint_of, other
     what is damaged, full, locked or foreign is named       a_damaged, a_full_disk, a_folder, a_log
     signals and kill -9 cost no saved step                  kill_9, a_signal, a_second_signal
     on a GPU too                                            copies_on_a_stream, peak_on_a_gpu
