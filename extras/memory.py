@@ -448,7 +448,7 @@ def dry_run(settings):
         settings, report = longest_context(settings)
         if report is None:
             print("longest   not even --ctx 64k fits: larger cards, more ranks or --offload-params")
-            return False
+            return 1
         print(f"longest   {settings.ctx:,} tokens (--ctx {settings.length}) fit, 64k more do not")
     else:
         report = plan_memory(settings, settings.full)
