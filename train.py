@@ -397,16 +397,13 @@ def threads_here(local_world, root="/"):
 def find_machine(flags):
     """The memory of this machine, or of the one that --dry-run is to think of."""
     cuda, here = flags["device"] == "cuda", 8 if flags["dry_run"] else launched()[3]
-    if cuda and flags["dry_run"]:
-        host, card = 2000 * GIB, 80 * GIB
-    else:
-        host = memory_here()
-        card = host / here
-        if cuda:
-            card = torch.cuda.get_device_properties(launched()[2]).total_memory
-    card = flags["gpu_mem"] * GIB if flags["gpu_mem"] else card
-    host = flags["host_mem"] * GIB if flags["host_mem"] else host
-    return Machine(cuda, card, host, min(flags["world"], flags["gpus_per_node"] or here))
+    ranks = min(flags["world"], flags["gpus_per_node"] or here)
+    known = cuda and flags["dry_run"]
+    host = (flags["host_mem"] or 0) * GIB or (2000 * GIB if known else memory_here())
+    card = 80 * GIB if known else host / ranks
+    if cuda and not known:
+        card = torch.cuda.get_device_properties(launched()[2]).total_memory
+    return Machine(cuda, (flags["gpu_mem"] or 0) * GIB or card, host, ranks)
 
 
 class Bytes:
