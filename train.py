@@ -367,17 +367,16 @@ def fit_machine(flags):
 
 def find_machine(flags):
     """The memory of this machine, or of the one that --dry-run is to think of."""
-    cuda, dry = flags["device"] == "cuda", flags["dry_run"]
-    here, machine = 8 if dry else launched()[3], extra("machine")
-    host = machine.memory_here() if machine else math.inf
-    card = host / here
-    if cuda and dry:
-        host, card = 2000 * GIB, 80 * GIB
-    elif cuda:
-        card = torch.cuda.get_device_properties(launched()[2]).total_memory
-    card = flags["gpu_mem"] * GIB if flags["gpu_mem"] else card
-    host = flags["host_mem"] * GIB if flags["host_mem"] else host
-    return Machine(cuda, card, host, min(flags["world"], flags["gpus_per_node"] or here))
+    cuda, here = flags["device"] == "cuda", 8 if flags["dry_run"] else launched()[3]
+    ranks, machine = min(flags["world"], flags["gpus_per_node"] or here), extra("machine")
+    known = cuda and flags["dry_run"]
+    host, card = machine.memory_here() if machine else math.inf, 80 * GIB
+    host = (flags["host_mem"] or 0) * GIB or (2000 * GIB if known else host)
+    if not known:
+        card = host / ranks
+        if cuda:
+            card = torch.cuda.get_device_properties(launched()[2]).total_memory
+    return Machine(cuda, (flags["gpu_mem"] or 0) * GIB or card, host, ranks)
 
 
 def choose_model(flags, saved, codec):
