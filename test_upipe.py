@@ -3,19 +3,27 @@
     python -m pytest -q                     everything, extras too, a few minutes on two cores
     python test_upipe.py --benchmark        memory, traffic and speed: the numbers of the README
 
-First the tools:
-    1. The reference     a plain transformer in float64 that shares no code with upipe.py
-    2. Ranks             worker processes on gloo that run one function of this file at a time
-    3. Meters            live bytes, collectives, the largest tensor
-    4. Cases             what hypothesis draws: ranks, sizes, recipes, label masks
-then the laws:
-    5. One function      every recipe gives the loss, logits and gradients of plain attention
-    6. What is legal     and how everything else is refused
-    7. Weights and positions        8. Kernels, all-to-all, stages, buffers, host store
-    9. Counts of memory and traffic        10. Who may hold a gradient, who may change it
-    11. Sharded weights        12. Data        13. The program train.py
-    14. train.py by workers        15. Checkpoints        16. Signals and crashes
-    17. Documents        18. On a GPU
+    claim                                                   proved by test_...
+    every recipe is plain attention, in loss and gradients  every_recipe_gives, whatever_is_frozen,
+                                                            low_precision, weight_gradients
+    what is illegal is refused by name, and costs nothing   legal_sizes, recipes_that_contradict
+    weights, positions, shards, kernels                     presets, initial_values, rotary_tables,
+                                                            shards_tile, the_kernel_pair
+    buffers stay, the host store returns what it was given  stage_buffers, the_host_store, pinned
+    copies may be late                                      copies_may_be_as_late, a_forgotten_wait
+    memory and traffic are what the lecture says            a_block_holds, traffic, autograd_keeps,
+                                                            no_tensor_of_a_step
+    a gradient that somebody holds is never altered         a_gradient_that, a_fork_of_the_model
+    sharded weights train as one process does               sharded_steps, collectives, bfloat16
+    a loss that is not finite spoils nothing                a_loss_that_is_not_finite
+    data: each token once, documents apart                  slices_of, windows_depend, data_of_many
+    bad input is one line, before the first step            bad_input, a_process_with, a_flag
+    one process, torchrun and any rank's failure            torchrun_trains, one_process, a_rank
+    five steps and five more are ten, on any ranks          five_steps, a_checkpoint_of, other
+    what is damaged, full, locked or foreign is named       a_damaged, a_full_disk, a_folder, a_log
+    signals and kill -9 cost no saved step                  kill_9, a_signal, a_second_signal
+    on a GPU too                                            copies_on_a_stream, peak_on_a_gpu
+Tools come first: 1 the reference, 2 ranks, 3 meters, 4 cases. The laws follow, in parts 5 to 18.
 
 A letter and a number in a docstring (B1, K3) name a kind of bug that other projects have reported
 in public: A loss and scaling, B shapes, C precision, D memory, E offload, F sharding, H launching,
@@ -337,11 +345,9 @@ def watched(owner, name, see):
         see(result, *args)
         return result
 
-    setattr(owner, name, wrapper)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrapper)
         yield
-    finally:
-        setattr(owner, name, original)
 
 
 # 4. Cases -----------------------------------------------------------------------------------------
@@ -761,23 +767,6 @@ def test_a_kernel_call_beyond_32_bits_is_refused_before_launch():
     assert all(S * config.head_dim < 2 ** 31 for config in PRESETS.values())
 
 
-def test_stages_visit_every_head_once_and_load_every_kv_head_once():
-    """Query head i meets kv head i // G, in the place where the kernel looks for it, for any U."""
-    for C, H, K, U in ((C, H, K, U) for C, H, K in SIZES for U in legal(H, K, C)):
-        visited = []
-        for r, loads in enumerate([upipe.stages(H, K, C, U)] * C):
-            loaded = [j for kv, _ in loads for j in range(kv.start, kv.stop)]
-            assert loaded == list(range(max(1, K // C)))
-            for kv, stage in ((kv, stage) for kv, queries in loads for stage in queries):
-                kv_heads = [r * K // C + j for j in range(kv.start, kv.stop)]
-                q_heads = [r * H // C + i for i in range(stage.start, stage.stop)]
-                readers = len(q_heads) // len(kv_heads)  # kernels pair head a with a // readers
-                assert len(q_heads) == U // C
-                assert [i * K // H for i in q_heads] == np.repeat(kv_heads, readers).tolist()
-                visited += q_heads
-        assert sorted(visited) == list(range(H))
-
-
 def rank_addresses(case):
     """role -> (how often it was taken, at how many addresses), over two steps."""
     model, seen = build(case.config, case.seed), {}
@@ -861,29 +850,24 @@ def test_pinned_pages_are_whole_and_released_before_they_go(monkeypatch):
 
 
 def rank_abandoned(case):
-    """(parked, slab bytes) after a step, forwards without backward, a failure and a step; grads."""
-    model, counts = build(case.config, case.seed), []
-    tokens, labels = upipe.shard(*case.data())
-
-    def count():
-        counts.append((model.store.bytes, model.store.slab_bytes))
-
-    step(model, case)
-    count()
-    for _ in range(50):
-        model(tokens, labels, case.recipe)
-    count()
-    fails = model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
-    try:
-        model(tokens, labels, case.recipe)
-    except ZeroDivisionError:
-        pass
-    count()
-    fails.remove()
-    model.zero_grad()
-    step(model, case)
-    count()
-    return counts, {name: p.grad for name, p in model.named_parameters()}
+    """Gradients of a step after forwards without backward and a failure."""
+    model, data, slabs = build(case.config, case.seed), upipe.shard(*case.data()), set()
+    for what in ("step", "forwards", "failure", "step"):
+        model.zero_grad()
+        if what == "step":
+            step(model, case)
+        elif what == "forwards":
+            for _ in range(50):
+                model(*data, case.recipe)
+        else:
+            fails = model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(*data, case.recipe)
+            fails.remove()
+        assert model.store.bytes == 0, what
+        slabs.add(model.store.slab_bytes)
+    assert len(slabs) == 1
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("recipe", [ALL_ON, replace(ALL_ON, stream=False), TWO_LEVELS])
@@ -891,11 +875,8 @@ def test_the_store_is_empty_between_steps_whatever_happened_to_them(recipe):
     """E3: abandoned forwards and an exception leave nothing behind, and the next step is right."""
     case = Case(2, replace(SMALL, n_layers=3), recipe, 40)
     results = RANKS[2](rank_abandoned, case)
-    for counts, _ in results:
-        assert [parked for parked, _ in counts] == [0] * 4
-        assert len({slabs for _, slabs in counts}) == 1
     for name, grad in reference(case.config, case.seed, [case.data()]).grads.items():
-        assert_close(name, sum(grads[name] for _, grads in results), grad, 1e-9)
+        assert_close(name, sum(grads[name] for grads in results), grad, 1e-9)
 
 
 class LateStream(TorchDispatchMode):
@@ -1702,11 +1683,11 @@ def test_ranks_that_see_different_checkpoints_all_stop():
 
 def test_torchrun_trains_on_two_ranks_and_the_loss_falls(data):
     """The README's command, shorter: every step prints its line, the end validates."""
-    done = torchrun("train.py", "--ctx", 256, "--steps", 30, "--data", data / "text.txt",
+    done = torchrun("train.py", "--ctx", 256, "--steps", 20, "--data", data / "text.txt",
                     "--eval-windows", 2, limit=120)
     assert done.returncode == 0, done.stderr
     first, *_, last = map(float, losses(done.stdout))
-    assert len(losses(done.stdout)) == 30 and 4 < first < 7 and last < 0.6 * first
+    assert len(losses(done.stdout)) == 20 and 4 < first < 7 and last < 0.7 * first
     assert "validation loss" in done.stdout
 
 
@@ -1721,14 +1702,6 @@ def test_one_process_needs_no_launcher_and_no_port_and_trains_the_same(data):
     assert len(losses(runs[0][1])) == 2
     for wanted in (r"step .* \| loss [\d.]+", r"validation loss [\d.]+"):
         assert len({tuple(re.findall(wanted, out)) for _, out, _ in runs}) == 1
-
-
-def test_two_groups_train_past_the_end_of_a_short_file(data, tmp_path):
-    """K1: 2.5 windows for each, seven steps: no hang."""
-    short = tmp_path / "short.txt"
-    short.write_bytes((data / "text.txt").read_bytes()[:357])  # 321 of them to train on
-    out = main(2, "--cp", 1, *QUICK, "--steps", 7, "--data", short)
-    assert len(losses(out)) == 7 and "done" in out, out
 
 
 FAILING = """
@@ -1842,7 +1815,7 @@ def texts(tmp_path_factory):
 ALL = ["--offload", "--stream", "--tile", 24]
 RUNS = {
     "two ranks, all on": (2, *ALL),
-    "two groups, accumulation": (4, "--cp", 2, "--grad-accum", 2, "--docs"),
+    "two groups, accumulation": (4, "--cp", 2, "--grad-accum", 2, "--docs"),  # K1: past the end
 }
 
 
@@ -1952,7 +1925,6 @@ DAMAGES = {  # what happens to the newest checkpoint, a folder: what the message
     "a newer run.json": (lambda path: edit(path / "run.json", shoes=2), "version"),
     "another model's": (lambda path: edit(path / "run.json", config={"dim": 8}), "version"),
     "a copy of another": (lambda path: edit(path / "run.json", step=5), "of step 5"),
-    "a folder of nothing": (lambda path: [file.unlink() for file in path.iterdir()], "run.json"),
 }
 
 

@@ -269,8 +269,11 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
         """Settings with other flags, the recipe fitted to them anew."""
         new = replace(self, **changes)
         wanted = {name: getattr(new, name) for name in SWITCHES}
+        share, plan = new.machine.ranks / new.world, extra("plan")
+        on_host = plan and new.offload_params  # weights, gradients and moments: 16 bytes
+        held = 16 * plan.parameters(new) * share if on_host else 0
         return replace(new, recipe=fit_recipe(wanted, new.config, new.machine, new.ctx, new.cp,
-                                              new.dtype))
+                                              new.dtype, held))
 
     @property
     def length(self):
@@ -299,13 +302,14 @@ def fill(values, **defaults):
     values.update({name: new for name, new in defaults.items() if values[name] is None})
 
 
-def fit_recipe(wanted, config, machine, ctx, cp, dtype):
-    """The Recipe of the switches that are wanted; a None among them as it suits this machine."""
+def fit_recipe(wanted, config, machine, ctx, cp, dtype, held=0):
+    """The Recipe of the switches that are wanted; a None among them as it suits this machine, of
+    whose host memory `held` bytes are taken."""
     switches = dict(wanted)
     # Keeping x and attention's output of every block is the fastest, where the host has room.
     width = config.n_layers * (config.dim + config.n_heads * config.head_dim)
     kept = width * getattr(torch, dtype).itemsize * ctx / cp * machine.ranks
-    room = not machine.cuda or switches["keep_attention"] or kept < 0.9 * machine.host
+    room = not machine.cuda or switches["keep_attention"] or kept + held < 0.9 * machine.host
     fill(switches, checkpoint=1 if room else 4)
     checkpoint, textbook = switches["checkpoint"], "plain" if cp == 1 else "ulysses"
     fill(switches, attention="upipe" if checkpoint else textbook, keep_attention=checkpoint == 1,

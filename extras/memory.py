@@ -135,8 +135,8 @@ class Meter(TorchDispatchMode):
 
 
 def waited(collective, *args):
-    """Run a collective until nobody but the caller holds its tensors: gloo's thread lets go after it
-    has said that it is done, on a busy machine so late that they count beside what comes next."""
+    """Run a collective until nobody but the caller holds its tensors. Gloo's thread lets go after
+    it has said that it is done: on a busy machine, they would count beside what comes next."""
     def holders():
         return [(x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata))
                 for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
@@ -315,7 +315,7 @@ def plan_memory(settings, full=False):
 
 
 def usable(settings):
-    """Bytes of a card that a step may fill; on a CPU, of a rank's part of the host."""
+    """Bytes of a card, or on a CPU of a rank's part of the host, that a step may fill."""
     card = settings.machine.card
     return max(0, card - RESERVED) if settings.device == "cuda" else card * HOST_SHARE
 

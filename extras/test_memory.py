@@ -167,7 +167,9 @@ def test_a_dry_run_touches_no_network_and_no_device(monkeypatch):
     ("--gpu-mem 3 --max-ctx", False, "not even --ctx 64k fits"),
     ("--gpu-mem 6.5", True, "3.5 usable of 6.5: fits"),
     ("--gpus-per-node 3 --host-mem 0.3", True, "0.2 a node of 3, 0.3 usable of 0.3: fits"),
-    ("--gpus-per-node 4 --host-mem 0.25", False, "0.2 usable of 0.25: does not fit")])
+    ("--gpus-per-node 4 --host-mem 0.25", False, "0.2 usable of 0.25: does not fit"),
+    # keep_attention would fit, were it not for the weights
+    ("--layers 16 --ctx 1408k --offload-params --host-mem 200", True, "usable of 200: fits")])
 def test_a_card_below_its_reserve_and_a_full_host_fit_nothing(capsys, flags, fits, said):
     """N1: and the program says so with its exit status."""
     settings = dry(*"--model llama3.2-1b --layers 2 --ctx 32k".split(), *flags.split())
