@@ -1026,8 +1026,11 @@ def load_state(job, settings, model, optimizer, data):
     """The Run to go on with, on data of this fingerprint: of a checkpoint, from published weights
     or from the start."""
     saved, guard = settings.saved, extra("guard")
-    refuse(len(set(job.gather(saved and saved["step"]))) > 1, f"--save {settings.save}: the ranks "
-           "see different checkpoints there: it must be one folder for all")
+    step = saved["step"] if saved else 0
+    ends = torch.tensor([step, -step], device=job.device)  # the largest, and the smallest
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    refuse(ends.sum(), f"--save {settings.save}: the ranks see different checkpoints there: it "
+           "must be one folder for all")
     if not saved:
         if settings.resume:
             job.say(f"resume    no checkpoint in {settings.save} yet: from the start")
