@@ -1562,8 +1562,8 @@ def data(tmp_path_factory):
 BAD = [  # (ranks, flags, what the message must say)
     (1, "--model gpt5", "gpt5", "llama3-8b"), (1, "--ctx 5x", "5x", "128k"),
     (1, "--ctx 0", "0", "128k"), (1, "--ctxx 8", "--ctxx"),
-    (1, "--heads-per-stage 3", "heads_per_stage=3", "legal: 1, 2, 4, 8"),
-    (2, "--heads-per-stage 3", "heads_per_stage=3", "legal: 2, 4, 8"),
+    (1, "--heads-per-stage 3", "heads_per_stage=3", "legal: 1, 2, 4"),
+    (2, "--heads-per-stage 3", "heads_per_stage=3", "legal: 2, 4"),
     (2, "--cp 3", "--cp 3", "2 ranks"), (2, "--attention plain", "'plain'", "'upipe'"),
     (1, "--checkpoint 0 --offload", "offload", "checkpoint"),
     (2, "--data DATA/nowhere", "nowhere"), (1, "--data DATA/empty", "empty"),
@@ -1923,7 +1923,7 @@ DAMAGES = {  # what happens to the newest checkpoint, a folder: what the message
     "run.json no object": (lambda path: (path / "run.json").write_text("[1]"), "version"),
     "an older run.json": (lambda path: edit(path / "run.json", files=None), "version"),
     "a newer run.json": (lambda path: edit(path / "run.json", shoes=2), "version"),
-    "another model's": (lambda path: edit(path / "run.json", config={"shoes": 2}), "shoes"),
+    "another model's": (lambda path: edit(path / "run.json", config={"dim": 8}), "version"),
     "a copy of another": (lambda path: edit(path / "run.json", step=5), "of step 5"),
 }
 
@@ -1932,6 +1932,8 @@ DAMAGES = {  # what happens to the newest checkpoint, a folder: what the message
 def test_a_damaged_checkpoint_is_named_with_the_way_to_the_one_before(name, whole, tmp_path):
     """N7: one line on every rank, nothing is lost, and the older one is taken by a flag alone."""
     deed, word = DAMAGES[name]
+    if name == "bytes flipped":
+        pytest.importorskip("extras.guard")  # it compares checksums
     shutil.copytree(whole(*RUNS["two ranks, all on"]) / "all", tmp_path / "run")
     deed(tmp_path / "run" / "step-00000010")
     before = sorted(tmp_path.rglob("*"))
@@ -1971,6 +1973,7 @@ def test_only_flags_that_were_given_are_remembered(texts, tmp_path):
 
 def test_a_full_disk_is_foreseen_and_leaves_whole_checkpoints(texts, tmp_path, monkeypatch):
     """N8: bytes needed and free before the first step; and if it fills later, no rubbish."""
+    pytest.importorskip("extras.guard")
     flags = [*short(texts), "--save", tmp_path, "--save-every", 2, "--steps", 4]
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12345))
@@ -1999,27 +2002,31 @@ def test_a_full_disk_is_foreseen_and_leaves_whole_checkpoints(texts, tmp_path, m
 def test_a_folder_serves_one_job_at_a_time(texts, tmp_path):
     """The second is refused; a lock without its process is none."""
     flags = [*short(texts), "--save", tmp_path, "--steps", 1]
+    pytest.importorskip("extras.guard")
     lock = train.claim(train.make_settings([*map(str, flags)]))
     assert "another job saves there" in main(1, *flags)
     lock.close()
     assert "done" in main(1, *flags)
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 6, "lo', b"\0\0\0\0", b'{"step": 6, "loss": 2.5}\n'])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 6, "lo', b"\0\0\0\0",
+                                  b'{"step": 6, "loss": 2.5}\n'])
 def test_a_log_goes_on_after_its_last_whole_line(torn, whole, tmp_path):
     folder = whole(*RUNS["two ranks, all on"])
     run, log = shutil.copytree(folder / "all", tmp_path / "run"), tmp_path / "log"
-    log.write_bytes(b"".join((folder / "log").read_bytes().splitlines(True)[:7]) + torn)
+    lines = (folder / "log").read_bytes().splitlines()[:7]
+    log.write_bytes(b"\n".join(lines) + (b"\n" if torn else b"") + torn)
     main(2, "--save", run, "--resume", 5, "--log", log)
     assert records(log).keys() == set(range(1, 11)) and records(log, "validation_loss").keys() == {
         0, 4, 8, 10}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run"]
 
 
-def test_a_file_that_is_no_log_stays(texts, tmp_path):
-    (tmp_path / "poem").write_text("Roses are red,\nviolets are blue.\n")
+@pytest.mark.parametrize("poem", ["Roses are red,\nviolets are blue.\n", "An apple a day"])
+def test_a_file_that_is_no_log_stays(poem, texts, tmp_path):
+    (tmp_path / "poem").write_text(poem)
     assert "poem, line 1, is no step" in main(1, *short(texts), "--log", tmp_path / "poem")
-    assert (tmp_path / "poem").read_text().endswith("blue.\n")
+    assert (tmp_path / "poem").read_text() == poem
 
 
 def test_a_run_is_not_mixed_up_with_another(texts, whole, tmp_path):
@@ -2033,8 +2040,8 @@ def test_a_run_is_not_mixed_up_with_another(texts, whole, tmp_path):
                         (["--resume", "--model", "llama3-8b"], "--model was tiny"),
                         (["--resume", "--rope-theta", 5e5], "--rope-theta was None"),
                         ([], "--resume"),
-                        (["--resume", "--data", texts / "04.txt"], "tokens"),
-                        (["--resume", "--data", other], "tokens")):
+                        (["--resume", "--data", texts / "04.txt"], "windows would be"),
+                        (["--resume", "--data", other], "windows would be")):
         assert said in main(1, "--save", folder / "all", *flags)
     assert "--save" in main(1, "--resume")
 

@@ -8,13 +8,11 @@
 1. Flags   2. Settings   3. Ranks and groups   4. Data   5. Sharding   6. A step
 7. Checkpoints   8. The loop   9. Main
 
-Two kinds of parallelism share the ranks. --cp of them (C in upipe.py) split one sequence; world/cp
-such groups work on a sequence each. Weights, gradients and optimizer state are sharded over *all*
-ranks by FSDP. The loss of a rank is its part of one sum over all labels of a step, so gradients
-are added up, never averaged, and no loss is ever multiplied by anything.
+--cp ranks (C in upipe.py) split one sequence; world/cp such groups work on a sequence each. FSDP
+shards weights, gradients and optimizer state over *all* ranks. The loss of a rank is its part of
+one sum over all labels of a step, so gradients are added up, never averaged.
 
-What is not the job itself is in extras/, and is imported by the flag that asks for it: the dry run,
-weights of Hugging Face, tokenizers, pictures.
+What is not the job itself is in extras/, and is imported by the flag that asks for it.
 """
 import os
 
@@ -34,9 +32,8 @@ import sysconfig
 import threading
 import time
 import traceback
-import zlib
 from bisect import bisect, bisect_left
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
@@ -48,9 +45,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
-    register_fsdp_forward_method)
+from torch.distributed import fsdp
 from tqdm import tqdm
 
 import upipe
@@ -60,6 +55,11 @@ GIB = 2**30
 NO_ID = -1  # no token
 
 # 1. Flags -----------------------------------------------------------------------------------------
+
+
+def refuse(when, message):
+    if when:
+        raise BadInput(message)
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,15 +85,13 @@ def write_length(tokens):
 def number(kind, low, above=False):
     """An argparse type: a finite int or float of at least `low`, or above it."""
     def parse(text):
-        try:
+        with suppress(ValueError):
             value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value) or value < low or (above and value == low):
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(
-                f"{text!r} must be {what} {'above' if above else 'of at least'} {low}")
-        return value
+            if math.isfinite(value) and (value > low or value == low and not above):
+                return value
+        what = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be {what} {'above' if above else 'of at least'} {low}")
     return parse
 
 
@@ -118,45 +116,41 @@ real, positive = number(float, 0), number(float, 0, above=True)
 switch, true = argparse.BooleanOptionalAction, "store_true"
 TEXT, STEPS, SAVE, DRY = ("--task text",), ("--steps",), ("--save",), ("--dry-run",)
 INSTEAD = ("--dry-run", "--road", "--one-rank-of")
-DTYPES = ("float32", "bfloat16", "float64")
+METHODS, DTYPES = ("plain", "ulysses", "upipe"), ("float32", "bfloat16", "float64")
 FLAGS = {
     "model and context": {
         "--model": Flag(tuple(PRESETS), None, "default: tiny on a CPU, llama3-8b on GPUs"),
         "--init": Flag(str, None, "folder of a Llama 3.x or Qwen3", (), "hf safetensors"),
         "--layers": Flag(count, None, "number of blocks, for trials (default: all)"),
-        "--ctx": Flag(length, None, "tokens per sequence (default: 512 for tiny, else 128k)"),
+        "--ctx": Flag(length, None, "tokens per sequence (default: 256 for tiny, else 128k)"),
         "--rope-theta": Flag(positive, None, "base of the positions (default: the model's)")},
     "how memory is held": {  # the fields of upipe.Recipe, and more
         "--cp": Flag(count, None, "ranks that share one sequence (default: all)"),
-        "--attention": Flag(("plain", "ulysses", "upipe"), None, "default: upipe, or with "
-                            "--checkpoint 0 the textbook's"),
+        "--attention": Flag(METHODS, None, "default: upipe; --checkpoint 0: the textbook's"),
         "--heads-per-stage": Flag(whole, 0, "over all ranks; 0 = fewest"),
-        "--checkpoint": Flag(whole, None, "blocks per segment; 0 = off (default: 1, or 4 if the "
-                             "host is full)"),
+        "--checkpoint": Flag(whole, None, "blocks per segment; 0 = off (default: 1; full host: 4)"),
         "--keep-attention": Flag(switch, None, "run it once (default: with --checkpoint 1)"),
         "--offload": Flag(switch, None, "checkpoints wait on the host (default: on GPUs)"),
         "--stream": Flag(switch, None, "and come back by tiles (default: from 1m tokens on)"),
         "--offload-params": Flag(switch, False, "so do weights, gradients and AdamW's moments"),
-        "--tile": Flag(whole, None, "tokens; 0 = off (default: CPU 128, GPU 4096)"),
+        "--tile": Flag(whole, None, "tokens; 0 = off (default: CPU 64, GPU 4096)"),
         "--kernel": Flag(str, "auto", "of attention (default: the fastest here that is right)"),
         "--device": Flag(("cpu", "cuda"), None, "default: cuda where there is one"),
         "--dtype": Flag(DTYPES, None, "default: bfloat16 on GPUs"),
         "--timeout": Flag(positive, 1800, "seconds to wait for another rank (default: 1800)"),
         "--force": Flag(switch, False, "run what looks too slow or too large")},
     "data": {
-        "--data": Flag(str, None, "text file or folder, read as bytes; .bin (uint16, or uint32 "
-                       "where the vocabulary needs it); .npy (default: sources of Python's "
-                       "standard library)", TEXT),
-        "--tokenizer": Flag(str, None, "file, or bytes (default: that of --init)", TEXT,
-                            "text tokenizers"),
+        "--data": Flag(str, None, "bytes of a file or folder, .bin (uint16, or uint32 for a large "
+                       "vocabulary) or .npy (default: Python's standard library)", TEXT),
+        "--tokenizer": Flag(str, None, "file, bytes (default: --init's)", TEXT, "text tokenizers"),
         "--docs": Flag(whole, None, "attention stays in a document: a file, or what follows a "
                        "token ID", TEXT, more=dict(nargs="?", const=NO_ID, metavar="ID")),
         "--task": Flag(("text", "recall"), "text", "recall: of what stood at the start"),
         "--eval-every": Flag(whole, None, "steps; 0: at the end (default: 200, large: 0)"),
-        "--eval-windows": Flag(count, None, "sequences (default: 32k tokens' worth)")},
+        "--eval-windows": Flag(count, None, "sequences (default: 16k tokens' worth)")},
     "optimizer": {
-        "--steps": Flag(whole, None, "default: 600 for tiny, else 100"),
-        "--lr": Flag(real, None, "peak rate (default: 2e-3 for tiny, else 3e-4)", STEPS),
+        "--steps": Flag(whole, None, "default: 400 for tiny, else 100"),
+        "--lr": Flag(real, None, "peak rate (default: 4e-3 for tiny, else 3e-4)", STEPS),
         "--warmup": Flag(whole, None, "steps (default: a twentieth of --steps)", STEPS),
         "--min-lr": Flag(real, None, "end of the cosine (default: a tenth of --lr)", STEPS),
         "--weight-decay": Flag(real, 0.1, "of matrices (default: 0.1)", STEPS),
@@ -167,15 +161,13 @@ FLAGS = {
         "--save": Flag(str, None, "folder for checkpoints, the same one for all ranks"),
         "--save-every": Flag(whole, 100, "steps (default: 100); 0: at the end, on a signal", SAVE),
         "--keep": Flag(count, 2, "checkpoints that stay (default: 2)", SAVE),
-        "--resume": Flag(count, None, "go on from the newest, or from that of a STEP, with the "
-                         "flags of that run unless given anew", SAVE,
-                         more=dict(nargs="?", const=NO_ID, metavar="STEP")),
-        "--verify": Flag(switch, True, "compare checksums (default: yes)", ("--resume",)),
+        "--resume": Flag(count, None, "go on from the newest, or of a STEP, with its flags unless "
+                         "given anew", SAVE, more=dict(nargs="?", const=NO_ID, metavar="STEP")),
+        "--verify": Flag(switch, None, "compare checksums (default: yes)", ("--resume",), "guard"),
         "--export": Flag(str, None, "write a folder for --init at the end", (), "hf safetensors"),
         "--sample": Flag(whole, 0, "tokens to write in the end", (), "text"),
         "--prompt": Flag(str, "\n", "what they continue", ("--sample",)),
-        "--log --log-file": Flag(str, None, "file with a JSON object per step (some versions of "
-                                 "torchrun take --log for their own)"),
+        "--log --log-file": Flag(str, None, "JSON of each step (torchrun may take --log)"),
         "--loss-by-position": Flag(picture, None, "of the final model", (), "road matplotlib"),
         "--profile": Flag(str, None, "folder for traces of one step", STEPS, "road")},
     "instead of a run": {
@@ -219,46 +211,40 @@ def read_flags(argv=None):
 
 
 def refuse_idle(given, flags):
-    """Refuse, by name, what was said and would have no effect.
-
-    A dry run stands for a job: it takes all that the job would, and does not ask what that
-    needs."""
+    """Refuse, by name, what was said and would have no effect. A dry run stands for a job: it takes
+    all that the job would, and does not ask what that needs."""
     def there(flag):
         name, *value = flag.split()
         return flags[field(name)] == value[0] if value else flags[field(name)]
     dry, said = flags["dry_run"], [flag for flag in ROWS if field(flag) in given]
     for one, other in map(str.split, APART):
-        if one in said and other in said:
-            raise BadInput(f"{one} and {other} do not go together: leave one out")
+        refuse(one in said and other in said,
+               f"{one} and {other} do not go together: leave one out")
+    other = next(filter(there, INSTEAD), None)
     for flag in said:
         needs, job = ROWS[flag].needs, flag in TRAINING
         if needs and not (job and dry) and not any(map(there, needs)):
             raise BadInput(f"{flag} has no effect with --steps 0" if needs == STEPS else
                            f"{flag} has no effect without {' or '.join(needs)}")
-        other = next(filter(there, INSTEAD), None)
-        if job and other and not dry:
-            raise BadInput(f"{flag} has no effect with {other}: nothing is trained")
-    if flags["warmup"] > flags["steps"] > 0 and not dry:
-        raise BadInput(f"--warmup {flags['warmup']} is longer than --steps {flags['steps']}: the "
-                       "rate would never reach --lr")
+        refuse(job and other and not dry,
+               f"{flag} has no effect with {other}: nothing is trained")
+    refuse(flags["warmup"] > flags["steps"] > 0 and not dry,
+           f"--warmup {flags['warmup']} is longer than --steps {flags['steps']}: the rate would "
+           "never reach --lr")
 
 
 def extra(name, flag=None):
     """The module extras.`name`, which `flag` needs. Without a flag: None if the folder is gone."""
-    try:
-        return import_module(f"extras.{name}")
-    except ModuleNotFoundError as error:
-        if not error.name.startswith("extras"):
-            raise
-    if flag:
-        raise BadInput(f"{flag} needs the folder extras, which is not here")
+    here = Path(__file__).with_name("extras").is_dir()
+    refuse(flag and not here, f"{flag} needs the folder extras, which is not here")
+    return import_module(f"extras.{name}") if here else None
 
 
 # 2. Settings --------------------------------------------------------------------------------------
 # Everything that flags, files and this machine decide is decided once, before any other rank is
 # asked, and never changed. `at` makes other settings, for instance of another length.
 
-SWITCHES = [field.name for field in fields(Recipe) if field.name != "group"]  # each is a flag
+SWITCHES = [switch.name for switch in fields(Recipe) if switch.name != "group"]  # each is a flag
 
 
 @dataclass(frozen=True)
@@ -273,10 +259,9 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
                                         "saved", "given"], frozen=True)):
     """All flags, and what follows from them.
 
-    config, recipe: GPTConfig and Recipe. The flags of a recipe stay as they were given, None where
-    it is left to the machine. The recipe's group comes when the ranks have met
-    cp, world: ranks that share a sequence, and all ranks; machine: a Machine
-    codec: Bytes, or a Tokenizer of extras/text.py
+    recipe: a Recipe; its own flags stay as given, None where it is left to the machine. Its group
+    comes when the ranks have met
+    codec: a Tokenizer of extras/text.py; None where a text is its bytes
     saved: run.json of the checkpoint to go on from, or None
     given: the flags that were given, to this run or to those that it goes on from"""
 
@@ -284,15 +269,26 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
         """Settings with other flags, the recipe fitted to them anew."""
         new = replace(self, **changes)
         wanted = {name: getattr(new, name) for name in SWITCHES}
+        share, plan = new.machine.ranks / new.world, extra("plan")
+        on_host = plan and new.offload_params  # weights, gradients and moments: 16 bytes
+        held = 16 * plan.parameters(new) * share if on_host else 0
         return replace(new, recipe=fit_recipe(wanted, new.config, new.machine, new.ctx, new.cp,
-                                              new.dtype))
+                                              new.dtype, held))
 
     @property
     def length(self):
         return write_length(self.ctx)
 
     def meet(self, device, whole=False):
-        return meet(self.cp, device, whole)
+        """The Job of a process whose ranks have met: cp of them share a sequence.
+
+        whole: every rank has the whole model, by FSDP over groups of one."""
+        world, cp = dist.get_world_size(), self.cp
+        mesh = init_device_mesh(device.type, (world // cp, cp), mesh_dim_names=("dp", "cp"))
+        everyone = init_device_mesh(device.type, (world, 1), mesh_dim_names=("all", "one"))
+        dp_rank, cp_rank = mesh.get_coordinate()
+        return Job(dist.get_rank(), world, device, world // cp, dp_rank, cp, cp_rank,
+                   mesh["cp"].get_group(), everyone["one" if whole else "all"])
 
     def assemble(self, job):
         """(model, optimizer) as in the middle of a run: AdamW's moments exist."""
@@ -301,58 +297,50 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
         return model, optimizer
 
 
-def fit_recipe(wanted, config, machine, ctx, cp, dtype):
-    """The Recipe of the switches that are wanted; a None among them as it suits this machine."""
-    switches = dict(wanted)
+def fill(values, **defaults):
+    """Give values to those that are None."""
+    values.update({name: new for name, new in defaults.items() if values[name] is None})
 
-    def default(name, value):
-        if switches[name] is None:
-            switches[name] = value
+
+def fit_recipe(wanted, config, machine, ctx, cp, dtype, held=0):
+    """The Recipe of the switches that are wanted; a None among them as it suits this machine, of
+    whose host memory `held` bytes are taken."""
+    switches = dict(wanted)
     # Keeping x and attention's output of every block is the fastest, where the host has room.
     width = config.n_layers * (config.dim + config.n_heads * config.head_dim)
     kept = width * getattr(torch, dtype).itemsize * ctx / cp * machine.ranks
-    room = not machine.cuda or switches["keep_attention"] or kept < 0.9 * machine.host
-    default("checkpoint", 1 if room else 4)
-    textbook = switches["checkpoint"] == 0
-    default("attention", ("plain" if cp == 1 else "ulysses") if textbook else "upipe")
-    default("keep_attention", switches["checkpoint"] == 1)
-    default("offload", machine.cuda and switches["checkpoint"] >= 1)
+    room = not machine.cuda or switches["keep_attention"] or kept + held < 0.9 * machine.host
+    fill(switches, checkpoint=1 if room else 4)
+    checkpoint, textbook = switches["checkpoint"], "plain" if cp == 1 else "ulysses"
+    fill(switches, attention="upipe" if checkpoint else textbook, keep_attention=checkpoint == 1,
+         offload=machine.cuda and checkpoint >= 1)
+    tile = 4096 if machine.cuda else 64
     # Below a million tokens a stage of attention is too short to hide the reading.
-    default("stream", switches["offload"] and ctx >= 2**20)
-    default("tile", 0 if textbook else 4096 if machine.cuda else 128)
+    fill(switches, stream=switches["offload"] and ctx >= 2**20, tile=tile if checkpoint else 0)
     return Recipe(**switches)
 
 
 def launched():
     """(rank, world, rank on this machine, ranks on this machine) as torchrun says, or alone."""
     names = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
-    return tuple(int(os.environ.get(name, default)) for name, default in names.items())
+    return tuple(int(os.environ.get(name, alone)) for name, alone in names.items())
 
 
 def with_defaults(flags):
     """The flags, with values for those that depend on model, device or another flag."""
-    flags = dict(flags)
-
-    def default(name, value):
-        if flags[name] is None:
-            flags[name] = value
-    default("device", "cuda" if flags["dry_run"] or torch.cuda.is_available() else "cpu")
+    flags, dry = dict(flags), flags["dry_run"]
+    fill(flags, device="cuda" if dry or torch.cuda.is_available() else "cpu")
     cuda = flags["device"] == "cuda"
-    default("model", flags["init"] or ("llama3-8b" if cuda else "tiny"))
-    tiny = flags["model"] == "tiny"
-    default("dtype", "bfloat16" if cuda else "float32")
-    default("ctx", 512 if tiny else 128 * 1024)
-    default("steps", 600 if tiny else 100)
-    default("lr", 2e-3 if tiny else 3e-4)
-    default("warmup", flags["steps"] // 20)
-    default("min_lr", flags["lr"] / 10)
-    if flags["min_lr"] > flags["lr"]:
-        raise BadInput(f"--min-lr {flags['min_lr']} is above --lr {flags['lr']}: give a lower one")
-    default("eval_every", 200 if tiny else 0)
-    default("eval_windows", max(1, 2**15 // flags["ctx"]))
-    here = 8 if flags["dry_run"] else launched()[1]
-    default("world", flags["one_rank_of"] or here)
-    default("cp", flags["world"])
+    fill(flags, model=flags["init"] or ("llama3-8b" if cuda else "tiny"),
+         dtype="bfloat16" if cuda else "float32",
+         world=flags["one_rank_of"] or (8 if dry else launched()[1]))
+    if flags["model"] == "tiny":
+        fill(flags, ctx=256, steps=400, lr=4e-3, eval_every=200)
+    fill(flags, ctx=128 * 1024, steps=100, lr=3e-4, eval_every=0, cp=flags["world"])
+    fill(flags, warmup=flags["steps"] // 20, min_lr=flags["lr"] / 10,
+         eval_windows=max(1, 2**14 // flags["ctx"]))
+    refuse(flags["min_lr"] > flags["lr"],
+           f"--min-lr {flags['min_lr']} is above --lr {flags['lr']}: give a lower one")
     return flags
 
 
@@ -365,9 +353,9 @@ def fit_machine(flags):
         raise BadInput(f"--cp {cp} does not divide the {world} ranks of this job: use {legal}")
     if flags["dry_run"] or flags["device"] != "cuda":
         return flags
-    if local_world > torch.cuda.device_count():
-        raise BadInput(f"--device cuda: {local_world} ranks on this machine, and PyTorch finds "
-                       f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
+    refuse(local_world > torch.cuda.device_count(),
+           f"--device cuda: {local_world} ranks on this machine, and PyTorch finds "
+           f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
     if flags["dtype"] == "bfloat16" and torch.cuda.get_device_capability(local_rank) < (8, 0):
         if rank == 0:
             print("notice    this GPU does not compute in bfloat16: float32 instead")
@@ -377,38 +365,19 @@ def fit_machine(flags):
     return flags
 
 
-def host_memory():
-    """Bytes; without end where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows, macOS
-        return math.inf
-
-
 def find_machine(flags):
     """The memory of this machine, or of the one that --dry-run is to think of."""
-    cuda, here = flags["device"] == "cuda", 8 if flags["dry_run"] else launched()[3]
-    if cuda and flags["dry_run"]:
+    cuda, dry = flags["device"] == "cuda", flags["dry_run"]
+    here, machine = 8 if dry else launched()[3], extra("machine")
+    host = machine.memory_here() if machine else math.inf
+    card = host / here
+    if cuda and dry:
         host, card = 2000 * GIB, 80 * GIB
-    else:
-        host = host_memory()
-        card = host / here
-        if cuda:
-            card = torch.cuda.get_device_properties(launched()[2]).total_memory
+    elif cuda:
+        card = torch.cuda.get_device_properties(launched()[2]).total_memory
     card = flags["gpu_mem"] * GIB if flags["gpu_mem"] else card
     host = flags["host_mem"] * GIB if flags["host_mem"] else host
     return Machine(cuda, card, host, min(flags["world"], flags["gpus_per_node"] or here))
-
-
-class Bytes:
-    """The tokenizer that needs no file: a text is its bytes."""
-    size = 256
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 def choose_model(flags, saved, codec):
@@ -416,21 +385,20 @@ def choose_model(flags, saved, codec):
     if saved:
         for name in FIXED:
             old = saved["flags"].get(name)
-            if flags[name] != old:
-                raise BadInput(f"--{name.replace('_', '-')} was {old} in {saved['path']}, and a "
-                               "run keeps it: to start another one from its weights, --export "
-                               "them and --init")
+            refuse(flags[name] != old,
+                   f"--{name.replace('_', '-')} was {old} in {saved['path']}, and a run keeps it: "
+                   "to start another one from its weights, --export them and --init")
         return GPTConfig(**saved["config"])
-    name = flags["model"]
+    name, size = flags["model"], codec.size if codec else 256
     if flags["init"]:
         config = extra("hf", "--init").read_config(flags["init"])
     else:
         config = replace(PRESETS[name], n_layers=flags["layers"] or PRESETS[name].n_layers)
         if name == "tiny":
-            config = replace(config, vocab_size=codec.size)
+            config = replace(config, vocab_size=size)
     config = replace(config, rope_theta=flags["rope_theta"] or config.rope_theta)
-    if codec.size > config.vocab_size and (flags["sample"] or type(codec) is not Bytes):
-        raise BadInput(f"{name} has {config.vocab_size} tokens, its tokenizer {codec.size}")
+    refuse(size > config.vocab_size and (flags["sample"] or codec),
+           f"{name} has {config.vocab_size} tokens, its tokenizer {size}")
     return config
 
 
@@ -439,13 +407,13 @@ def make_settings(argv=None):
     given = read_flags(argv)
     step = given.get("resume")
     saved = find_checkpoint(given["save"], step) if step and "save" in given else None
-    known = {**remembered(saved), **given}
+    known = {**(saved["flags"] if saved else {}), **given}
     flags = with_defaults({**DEFAULTS, **known})
     refuse_idle(given, flags)
     flags = fit_machine(flags)
     beside = flags["init"] and Path(flags["init"]) / "tokenizer.json"
     path = flags["tokenizer"] or beside and beside.exists() and beside
-    codec = Bytes()
+    codec = None
     if path and path != "bytes":
         codec = extra("text", "--tokenizer").Tokenizer(path)
     config = choose_model(flags, saved, codec)
@@ -469,28 +437,41 @@ def refuse_early(settings):
                 import_module("extras").need(package, flag)
     if dry:
         return
-    if settings.save and not settings.resume and checkpoints(settings.save):
-        raise BadInput(f"--save {settings.save} has checkpoints already: --resume, or another "
-                       "folder")
-    if settings.export and Path(settings.export).exists():
-        raise BadInput(f"--export {settings.export} exists already")
+    refuse(settings.save and not settings.resume and checkpoints(settings.save),
+           f"--save {settings.save} has checkpoints already: --resume, or another folder")
+    refuse(settings.export and Path(settings.export).exists(),
+           f"--export {settings.export} exists already")
     if settings.task == "recall":
-        extra("recall", "--task recall")
-        if settings.config.vocab_size < 256 or settings.ctx < 8:
-            raise BadInput("--task recall needs a vocabulary of 256 and a --ctx of 8")
-    try:
-        settings.prompt.encode()
-    except UnicodeError as error:
-        raise BadInput(f"--prompt {settings.prompt!r} is no text: {error}")
+        extra("recall", "--task recall").refuse_early(settings)
+    if settings.sample:
+        extra("text", "--sample").refuse_early(settings)
     if settings.init and not (settings.road or settings.one_rank_of):
         paths = find_files(settings.data) if settings.task == "text" else ()
         extra("hf", "--init").refuse_early(settings, paths)
 
 
+def make_folders(settings):
+    """Make what the flags name. BadInput if one cannot be written: now, not in a week."""
+    files, folders = [settings.json, settings.plot], []
+    if not settings.dry_run:
+        files += [settings.log, settings.loss_by_position, settings.export]
+        folders += [settings.save, settings.profile]
+    for name in filter(None, files + folders):
+        path = Path(name)
+        folder = path.parent if name in files else path
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(str(error))
+        refuse(name in files and path.is_dir(), f"{name} is a folder: give a file")
+        place = path if path.exists() else folder
+        refuse(not os.access(place, os.W_OK), f"cannot write to {name}")
+
+
 # 3. Ranks and groups ------------------------------------------------------------------------------
 # A rank that stops alone leaves the others in a collective until the time-out. So what one rank
-# alone can see (its file, its tokens, its loss) travels with a sum that is needed anyway, of label
-# counts or of losses. All ranks stop together and report the lowest failing rank's message.
+# alone can see (its file, its tokens, its loss) travels with a sum that is needed anyway. All ranks
+# stop together and report the lowest failing rank's message.
 
 
 @dataclass
@@ -546,11 +527,11 @@ def join(settings):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    elif local_world > 1:  # threads of several ranks on one core slow all of them down
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    elif machine := extra("machine"):
+        torch.set_num_threads(machine.threads_here(local_world))
     if settings.one_rank_of:
         extra("memory", "--one-rank-of").pretend(settings.world)
-        return meet(settings.cp, device)
+        return settings.meet(device)
     timeout = timedelta(seconds=min(settings.timeout, 1e8))
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if world == 1 else {}
     # With --offload-params gradients are on the CPU, and so is the sum that makes their norm.
@@ -558,27 +539,14 @@ def join(settings):
     backend = "cpu:gloo,cuda:nccl" if both else "nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=timeout,
                             device_id=device if cuda and not both else None, **alone)
-    job = meet(settings.cp, device)
+    job = settings.meet(device)
     job.group.set_timeout(timeout)  # a new group does not inherit it
     return job
 
 
-def meet(cp, device, whole=False):
-    """The Job of a process whose ranks have met: cp of them share a sequence.
-
-    whole: every rank has the whole model, by FSDP over groups of one."""
-    world = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (world // cp, cp), mesh_dim_names=("dp", "cp"))
-    everyone = init_device_mesh(device.type, (world, 1), mesh_dim_names=("all", "one"))
-    dp_rank, cp_rank = mesh.get_coordinate()
-    return Job(dist.get_rank(), world, device, world // cp, dp_rank, cp, cp_rank,
-               mesh["cp"].get_group(), everyone["one" if whole else "all"])
-
-
 # 4. Data ------------------------------------------------------------------------------------------
-# A data set is a list of files, seen as one row of token ids. A rank reads only the bytes that its
-# own slice of a window needs. There is no loader with a state: which window comes when is computed
-# from the step, so that a run that was cut in two draws the windows of one that was not.
+# A data set is a list of files, seen as one row of token ids. A rank reads only what its own slice
+# of a window needs. Which window comes when is computed from the step: no loader has a state.
 
 
 class Part(NamedTuple):
@@ -592,12 +560,9 @@ class Part(NamedTuple):
         return self._replace(start=self.start + start * self.dtype.itemsize, count=stop - start)
 
     def read(self):
-        try:
-            ids = np.fromfile(self.path, self.dtype, self.count, offset=self.start)
-        except OSError as error:
-            raise BadInput(f"--data: {error}")
-        if len(ids) < self.count:
-            raise BadInput(f"{self.path} is shorter than it was at the start of this run")
+        ids = np.fromfile(self.path, self.dtype, self.count, offset=self.start)
+        refuse(len(ids) < self.count,
+               f"--data {self.path} is shorter than it was at the start of this run")
         return ids
 
 
@@ -627,7 +592,7 @@ class Tokens:
 
     def window(self, start, ctx, cp, cp_rank, docs=None):
         """A rank's slice of the window at `start`: inputs, labels and, with docs, where documents
-        start. No document has to guess how the next one begins."""
+        start. The last token of one has no label."""
         inputs, labels = read_slice(self, start, ctx, cp, cp_rank)
         if docs is None:
             return inputs, labels
@@ -657,12 +622,12 @@ def open_file(path, vocab):
         ids = np.lib.format.open_memmap(path, mode="r") if npy else np.memmap(path, dtype, "r")
     except (OSError, ValueError) as error:  # not readable, not .npy, not a whole number of ids
         raise BadInput(f"{path}, as {'numpy file' if npy else dtype}: {error}")
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise BadInput(f"{path}: {ids.dtype} of shape {ids.shape} is not one row of integers")
-    head = ids[:4096] if path.suffix == ".bin" else ()
-    if dtype.itemsize == 2 and len(head) > 1 and head.any() and not head[1::2].any():
-        raise BadInput(f"{path}: every second id is 0, as if uint32 were read as uint16: save "
-                       f"uint16 for a vocabulary of {vocab}, or a .npy file")
+    refuse(ids.ndim != 1 or ids.dtype.kind not in "iu",
+           f"{path}: {ids.dtype} of shape {ids.shape} is not one row of integers")
+    head = ids[:4096]
+    refuse(dtype.itemsize == 2 and len(head) > 1 and head.any() and not head[1::2].any(),
+           f"{path}: every second id is 0, as if uint32 were read as uint16: save uint16 for a "
+           f"vocabulary of {vocab}, or a .npy file")
     return Part(path, ids.dtype, ids.offset, len(ids))
 
 
@@ -685,8 +650,7 @@ def find_files(data):
         skip = ("site-packages", "dist-packages", "test", "tests", "idle_test")
     if root.is_file():
         return [root]
-    if data == "" or not root.is_dir():
-        raise BadInput(f"--data {data!r} is no file or folder")
+    refuse(data == "" or not root.is_dir(), f"--data {data!r} is no file or folder")
     return [path for path in walk(root, skip) if data or path.suffix == ".py"]
 
 
@@ -703,27 +667,26 @@ def open_data(data, vocab, ctx, tokenizer=None):
     except OSError as error:
         raise BadInput(f"--data {data}: {error}")
     name = data or "Python's standard library"
-    if len({part.dtype for part in parts}) > 1:
-        raise BadInput(f"--data {name}: text and tokens, or several integer types, in one folder")
+    refuse(len({part.dtype for part in parts}) > 1,
+           f"--data {name}: text and tokens, or several integer types, in one folder")
     if len(parts) >= 10:
         train, valid = [part for i, part in enumerate(parts) if i % 10 != 9], parts[9::10]
     else:
         train = [part.cut(0, part.count * 9 // 10) for part in parts]
         valid = [part.cut(part.count * 9 // 10, part.count) for part in parts]
     train, valid = Tokens(train, vocab), Tokens(valid, vocab)
-    if len(train) < ctx + 1 or len(valid) < 2:
-        raise BadInput(f"--data {name}: --ctx {write_length(ctx)} needs {ctx + 1} tokens to "
-                       f"train on and 2 to validate with, here are {len(train)} and {len(valid)}")
+    refuse(len(train) < ctx + 1 or len(valid) < 2,
+           f"--data {name}: --ctx {write_length(ctx)} needs {ctx + 1} tokens to train on and 2 to "
+           f"validate with, here are {len(train)} and {len(valid)}")
     return train, valid
 
 
 def read_slice(tokens, start, ctx, cp, cp_rank):
     """This rank's slice of the window at `start`: inputs and labels, int64 [s], s = ceil(ctx/cp).
 
-    Label i is token i + 1 of the whole row: shifted before the split, a slice's last label is the
-    next slice's first input. Beyond the window (a ctx that cp does not divide) and beyond the data
-    (a short validation set) labels are ignored; causal attention never looks there. The same as
-    upipe.shard() of the whole window, without reading the whole window."""
+    The same as upipe.shard() of the whole window, without reading it: the last label is the next
+    slice's first input. Beyond the window (a ctx that cp does not divide) and beyond the data (a
+    short validation set) labels are ignored."""
     s = -(-ctx // cp)
     end = min(start + ctx, len(tokens) - 1)  # the last token can only be a label
     a, b = (min(start + rank * s, end) for rank in (cp_rank, cp_rank + 1))
@@ -735,10 +698,8 @@ def read_slice(tokens, start, ctx, cp, cp_rank):
 
 
 def find_documents(tokens, start, ctx, separator):
-    """Where documents start in the window at `start`: [0, ...], the same on every rank.
-
-    They start with a file, and after each token `separator` (to find those, a rank reads all of the
-    window)."""
+    """Where documents start in the window at `start`: [0, ...], the same on every rank. They start
+    with a file, and after each token `separator`: for those a rank reads the whole window."""
     stop = min(start + ctx, len(tokens) - 1)
     found = {begin - start for begin in tokens.begins if start < begin < stop}
     if separator != NO_ID and start < stop:
@@ -765,16 +726,16 @@ def train_starts(job, tokens, ctx, seed, step, grad_accum, ahead=0):
     """A step's windows for this rank's group: the groups take turns along the epochs' windows.
 
     ahead: by how many windows a run is ahead of that, since it once took more of them a step."""
-    n = (len(tokens) - 1) // ctx
-    turns = [ahead + (step * grad_accum + micro) * job.dp + job.dp_rank
-             for micro in range(grad_accum)]
+    n, first = (len(tokens) - 1) // ctx, ahead + step * grad_accum * job.dp + job.dp_rank
+    turns = range(first, first + grad_accum * job.dp, job.dp)
     return [int(epoch_starts(len(tokens), ctx, seed, i // n)[i % n]) for i in turns]
 
 
-def eval_starts(tokens, ctx, windows):
-    """Up to `windows` windows, spread evenly; one, padded, where the data is shorter."""
-    n = max(1, min(windows, (len(tokens) - 1) // ctx))
-    return [i * ((len(tokens) - 1) // n) for i in range(n)]
+def eval_starts(tokens, settings):
+    """Where windows start that are spread evenly; one, padded, where the data is shorter."""
+    last = len(tokens) - 1
+    n = max(1, min(settings.eval_windows, last // settings.ctx))
+    return [i * (last // n) for i in range(n)]
 
 
 @dataclass
@@ -788,54 +749,49 @@ class Data:
 
 def find_data(job, settings):
     """The Data that --task, --data and the tokenizer say."""
-    ctx, windows, config = settings.ctx, settings.eval_windows, settings.config
     if settings.task == "recall":
         job.say("data      keys and values at the start of each window, asked for at its end")
         train, valid, compare = extra("recall", "--task recall").make_data(settings)
-        return Data(train, valid, eval_starts(valid, ctx, windows), compare)
-    encoded = None if isinstance(settings.codec, Bytes) else settings.codec
+        return Data(train, valid, eval_starts(valid, settings), compare)
 
     def work():
-        train, valid = open_data(settings.data, config.vocab_size, ctx, encoded)
+        train, valid = open_data(settings.data, settings.config.vocab_size, settings.ctx,
+                                 settings.codec)
         return (train, valid, fingerprint(train)), 0
-    if encoded:  # one rank of each machine writes the cache
+    if settings.codec:  # one rank of each machine writes the cache
         first = launched()[2] == 0
         job.together(lambda: work() if first else (None, 0))
     (train, valid, mark), _ = job.together(work)
-    if len(set(job.gather(mark))) > 1:
-        raise BadInput(f"--data {settings.data}: the ranks see different files: rank 0 {mark}")
-    held_out = eval_starts(valid, ctx, windows)
+    refuse(len(set(job.gather(mark))) > 1,
+           f"--data {settings.data}: the ranks see different files: rank {job.rank} {mark}")
+    held_out, text = eval_starts(valid, settings), extra("text")
     job.say(f"data      {settings.data or 'the Python standard library'}: {len(train):,} tokens, "
             f"and {len(valid):,} to validate: {len(held_out)} windows")
-    if encoded and not encoded.before and not encoded.after:
-        job.say("notice    no file says which token ends a text: texts follow without one between")
-    compare, text = "", extra("text")
-    if job.rank == 0 and text and config.vocab_size >= 256 and train.parts[0].dtype == np.uint8:
-        compare = f" (bigrams: {text.bigram_loss(train, valid, held_out, ctx):.3f})"
+    compare = text.compare(job, settings, train, valid, held_out) if text else ""
     return Data(train, valid, held_out, compare, mark)
 
 
 # 5. Sharding --------------------------------------------------------------------------------------
 
-
 def shard_model(model, mesh, dtype, offload_params=False):
     """FSDP: a rank keeps 1/world of each weight, its gradient and its optimizer state, in float32.
 
-    A unit is gathered, in `dtype`, when its forward or backward pass needs it, and freed after. The
-    units: every block, the embedding, the head, and the root, which owns the final norm. A tied
-    head is the embedding's own matrix, in one unit."""
+    A unit is gathered, in `dtype`, when its forward or backward pass needs it, and freed after: a
+    block, the embedding, the head (if it is not the embedding's own matrix), and the root."""
     low = dtype not in (torch.float32, torch.float64)
-    precision = MixedPrecisionPolicy(
+    precision = fsdp.MixedPrecisionPolicy(
         param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None,
         cast_forward_inputs=False)  # a block takes more than tensors, and tokens are no floats
-    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if offload_params else OffloadPolicy()
+    offload = fsdp.OffloadPolicy()
+    if offload_params:
+        offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     heads = [] if model.config.tie_embeddings else [model.lm_head]
     for unit in [*model.layers, model.embed_tokens, *heads, model]:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
         unit.set_gradient_divide_factor(1.0)  # FSDP would average; our loss is a sum over ranks
         unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
-    register_fsdp_forward_method(model, "logits")
-    register_fsdp_forward_method(model, "token_losses")
+    fsdp.register_fsdp_forward_method(model, "logits")
+    fsdp.register_fsdp_forward_method(model, "token_losses")
     return model
 
 
@@ -867,7 +823,6 @@ def build(settings, job):
 
 # 6. A step ----------------------------------------------------------------------------------------
 
-
 def learning_rate(settings, step):
     """Linear warm-up to lr, then half a cosine down to min_lr at the last step."""
     if step < settings.warmup:
@@ -893,8 +848,8 @@ def train_step(job, model, optimizer, batch, total, recipe, grad_clip, step):
     # The norm is taken over the shards of all ranks: one number, so one decision, on every rank.
     parameters = [p for p in model.parameters() if p.grad is not None]  # the others are frozen
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor()
-    if not norm.isfinite():
-        raise BadInput(f"step {step}: the gradient norm is {norm.item()}, nothing was updated")
+    refuse(not norm.isfinite(),
+           f"step {step}: the gradient norm is {norm.item()}, nothing was updated")
     if grad_clip:
         torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     optimizer.step()
@@ -919,21 +874,16 @@ def evaluate(job, model, data, settings):
 
 # 7. Checkpoints -----------------------------------------------------------------------------------
 # A checkpoint is a folder step-00000100 in --save: the tensors by torch's distributed checkpoint,
-# and run.json, written last. Each rank writes its own shards, and any number of ranks reads them.
-# It is written under a name with a dot and renamed when all of it is there, so a crash at any time
-# leaves whole checkpoints, and rubbish with a dot that the next start sweeps away. run.json has
-# size and checksum of each file. What does not fit them is not read, not counted and not deleted.
-#
-# All there is to know: weights, AdamW's moments, the step, and how many windows were drawn, since
-# part 4 computes which comes next. No random number is drawn on the way; the generator is saved for
-# those who add a dropout.
+# and run.json. Each rank writes its own shards, and any number of ranks reads them. A folder is
+# written under a name with a dot and renamed when all of it is there, so a crash at any time leaves
+# whole checkpoints, and rubbish that the next start sweeps away. run.json has size and checksum of
+# each file. What does not fit them is not read, not counted and not deleted.
 
 # Flags that a resumed run takes from run.json: those that none may change, and those that one may.
 # Of the latter only what was given: a --min-lr that followed from --lr has to follow the next one.
 FIXED = ("model", "layers", "rope_theta", "init", "ctx", "seed", "task", "docs")
-REMEMBERED = (*FIXED, *SWITCHES, "data", "tokenizer", "steps", "lr", "warmup", "min_lr",
-              "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows", "dtype",
-              "cp")
+REMEMBERED = (*FIXED, *SWITCHES, "cp", "dtype", "data", "tokenizer", "steps", "lr", "warmup",
+              "min_lr", "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows")
 FACTS = {"step", "drawn", "data", "world", "config", "flags", "files"}  # what run.json says
 
 
@@ -953,16 +903,17 @@ def read_checkpoint(path):
     """run.json, and the path. BadInput if it does not fit its folder, or its files do not fit."""
     try:
         saved = json.loads((path / "run.json").read_text())
-        if set(saved) != FACTS or not set(FIXED) <= set(saved["flags"]) <= set(REMEMBERED):
-            raise ValueError("another version of train.py wrote it")
-        GPTConfig(**saved["config"])
-        if path.name != f"step-{saved['step']:08d}":
-            raise ValueError(f"it is of step {saved['step']}")
+        same = set(saved) == FACTS and set(FIXED) <= set(saved["flags"]) <= set(REMEMBERED)
+        same = same and set(saved["config"]) == {field.name for field in fields(GPTConfig)}
+        refuse(not same, "another version of train.py wrote it")
+        refuse(path.name != f"step-{saved['step']:08d}", f"it is of step {saved['step']}")
         for name, (size, _) in saved["files"].items():
-            if (path / name).stat().st_size != size:
-                raise ValueError(f"{name} had {size} bytes")
+            size_now = (path / name).stat().st_size
+            refuse(size_now != size, f"{name} had {size} bytes when it was written")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise BadInput(f"run.json: {error}")
+    if saved["world"] != launched()[1]:
+        saved["flags"].pop("cp", None)  # made for so many ranks
     return {**saved, "path": path}
 
 
@@ -975,43 +926,28 @@ def whole(folder):
     return found
 
 
-def damaged(path, why):
-    """The BadInput for a checkpoint that cannot be read."""
-    older = [saved["step"] for saved in whole(path.parent) if saved["path"] < path]
-    way = "none before it is whole"
-    if older:
-        way = f"--resume {older[-1]} takes step-{older[-1]:08d}, the newest whole one before it"
-    return BadInput(f"--resume: {path} is damaged: {why}; {way}")
+@contextmanager
+def naming_the_one_before(path):
+    """Whatever cannot be read of a checkpoint is a BadInput that tells what to resume from."""
+    try:
+        yield
+    except BadInput as error:
+        way = "none before it is whole"
+        for older in whole(path.parent):
+            if older["path"] < path:
+                step = older["step"]
+                way = f"--resume {step} takes step-{step:08d}, the newest whole one before it"
+        raise BadInput(f"--resume: {path} is damaged: {error}; {way}")
 
 
 def find_checkpoint(folder, step):
     """read_checkpoint of the newest in --save, or of that of `step`; None if there is none."""
     found = [path for path in checkpoints(folder) if step in (NO_ID, int(path.name[5:]))]
-    if not found and step == NO_ID:
-        return None
+    refuse(not found and step != NO_ID, f"--resume {step}: {folder} has no step-{step:08d}")
     if not found:
-        raise BadInput(f"--resume {step}: {folder} has no step-{step:08d}")
-    try:
+        return None
+    with naming_the_one_before(found[-1]):
         return read_checkpoint(found[-1])
-    except BadInput as error:
-        raise damaged(found[-1], error)
-
-
-def remembered(saved):
-    """The flags that a run takes from the checkpoint that it goes on from."""
-    flags = dict(saved["flags"]) if saved else {}
-    if saved and launched()[1] != saved["world"]:
-        flags.pop("cp", None)
-    return flags
-
-
-def checksum(path):
-    """CRC-32 of a file."""
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(2**20):
-            crc = zlib.crc32(block, crc)
-    return crc
 
 
 def sweep(folder):
@@ -1024,32 +960,15 @@ def sweep(folder):
 
 
 def claim(settings):
-    """Make --save this job's own, and see that the disk has room -> the lock, to be held.
-
-    Rank 0 calls it. The system ends the lock with the process, however that ends."""
-    folder, saved = Path(settings.save), settings.saved
-    lock = open(folder / ".lock", "a")
-    try:
-        import fcntl
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BadInput(f"--save {folder}: another job saves there now: give another folder")
-    except (ImportError, OSError) as error:  # Windows; some network disks
-        print(f"notice    {folder} cannot be locked ({error}): see that no other job saves there")
+    """Rank 0 makes --save this job's own -> the lock, to be held."""
+    folder, guard = Path(settings.save), extra("guard")
+    lock = guard.lock(folder) if guard else None
     for path in set(folder.glob("step-*")) - set(checkpoints(folder)):
         print(f"notice    {path} has not the name of a checkpoint: it is left alone")
     for path in checkpoints(folder, "."):
         sweep(path)
-    if not saved or saved["step"] < settings.steps:
-        # Weights and two moments; a file's headers (a kilobyte per tensor) do not count here.
-        with torch.device("meta"):
-            numbers = 3 * sum(weight.numel() for weight in GPT(settings.config).parameters())
-        one = numbers * max(4, getattr(torch, settings.dtype).itemsize)
-        need = one * max(1, settings.keep + 1 - len(whole(folder)))
-        free = shutil.disk_usage(folder).free
-        if need > free:
-            raise BadInput(f"--save {folder}: {need:,} bytes are needed for --keep "
-                           f"{settings.keep} checkpoints and a new one, {free:,} are free")
+    if guard and not (settings.saved and settings.saved["step"] >= settings.steps):
+        guard.need_space(settings, folder, max(1, settings.keep + 1 - len(whole(folder))))
     return lock
 
 
@@ -1063,10 +982,8 @@ def state_of(model, optimizer):
 
 
 def save_state(job, settings, model, optimizer, run, data):
-    """Write a checkpoint, and remove all but the last --keep. BadInput if the disk is full.
-
-    Its files are read once more for their checksums: that takes NN% of the time to write them."""
-    folder, name = Path(settings.save), f"step-{run.step:08d}"
+    """Write a checkpoint, and remove all but the last --keep. BadInput if the disk is full."""
+    folder, name, guard = Path(settings.save), f"step-{run.step:08d}", extra("guard")
     part = folder / f".{name}"
     flags = {name: getattr(settings, name) for name in REMEMBERED
              if name in FIXED or name in settings.given}
@@ -1076,7 +993,8 @@ def save_state(job, settings, model, optimizer, run, data):
     def write():
         distributed("save", state_of(model, optimizer), part)
         mine = [*part.glob(f"__{job.rank}_*"), *(part.glob(".metadata") if job.rank == 0 else ())]
-        return {file.name: (file.stat().st_size, checksum(file)) for file in mine}, 0
+        return {file.name: (file.stat().st_size, guard and guard.checksum(file))
+                for file in mine}, 0
 
     def publish():
         (part / "run.json").write_text(json.dumps(facts, indent=1))
@@ -1088,8 +1006,10 @@ def save_state(job, settings, model, optimizer, run, data):
         facts["files"] = {name: fact for each in job.gather(files) for name, fact in each.items()}
         job.on_rank_0(publish)
     except BadInput as error:
+        free = shutil.disk_usage(folder).free  # torch does not say that a disk is full
         job.on_rank_0(lambda: sweep(part))
-        raise BadInput(f"--save: {folder / name} cannot be written: {error}")
+        raise BadInput(f"--save: {folder / name} cannot be written, {free:,} bytes were free: "
+                       f"{error}; those before it are whole")
     job.say(f"saved     {folder / name}")
 
 
@@ -1103,79 +1023,48 @@ def distributed(work, state, path):
         raise BadInput(str(error).partition("\n")[0] or type(error).__name__)
 
 
-def make_folders(settings):
-    """Make what the flags name -> why one cannot be written, or None: now, not in a week."""
-    files, folders = [settings.json, settings.plot], []
-    if not settings.dry_run:
-        files += [settings.log, settings.loss_by_position, settings.export]
-        folders += [settings.save, settings.profile]
-    for name in filter(None, files + folders):
-        path = Path(name)
-        folder = path.parent if name in files else path
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            return str(error)
-        if name in files and path.is_dir():
-            return f"{name} is a folder: give a file"
-        if not os.access(path if path.exists() else folder, os.W_OK):
-            return f"cannot write to {name}"
-
-
 def load_state(job, settings, model, optimizer, data):
-    """The Run to go on with: from a checkpoint, from published weights, or from the start.
-
-    data: the fingerprint of what will be trained on."""
-    saved = settings.saved
-    step = saved["step"] if saved else 0
-    ends = torch.tensor([step, -step], device=job.device)  # the largest, and the smallest
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    if ends.sum():
-        raise BadInput(f"--save {settings.save}: the ranks see different checkpoints there: it "
-                       "must be one folder for all")
+    """The Run to go on with, on data of this fingerprint: of a checkpoint, from published weights
+    or from the start."""
+    saved, guard = settings.saved, extra("guard")
+    refuse(len(set(job.gather(saved and saved["step"]))) > 1, f"--save {settings.save}: the ranks "
+           "see different checkpoints there: it must be one folder for all")
     if not saved:
         if settings.resume:
             job.say(f"resume    no checkpoint in {settings.save} yet: from the start")
         if settings.init:
             extra("hf", "--init").load_weights(job, settings.config, model, settings.init)
         return Run()
-    if saved["data"] != data:
-        raise BadInput(f"--data is of {data}, and was of {saved['data']} in {settings.save}: its "
-                       "windows would be others")
-    if settings.verify:
-        job.together(lambda: (verify(job, saved), 0))
+    refuse(saved["data"] != data, f"--data is of {data}, and was of {saved['data']} in "
+           f"{settings.save}: its windows would be others")
     make_moments(model, optimizer)  # there must be some to load into
     state = state_of(model, optimizer)
-    try:
+    with naming_the_one_before(saved["path"]):
+        if guard and settings.verify is not False:
+            job.together(lambda: (guard.verify(job, saved), 0))
+        elif not guard:
+            job.say("notice    without the folder extras no checksum is compared")
         distributed("load", state, saved["path"])
-    except BadInput as error:
-        raise damaged(saved["path"], error)
     torch.set_rng_state(state["rng"])
     job.say(f"resume    {saved['path']}, written by {saved['world']} ranks")
     job.on_rank_0(lambda: put_aside(saved["path"]))
     return Run(saved["step"], saved["drawn"])
 
 
-def verify(job, saved):
-    """Compare checksums, each rank's of its share of the files."""
-    for name, (_, crc) in sorted(saved["files"].items())[job.rank::job.world]:
-        if checksum(saved["path"] / name) != crc:
-            raise damaged(saved["path"], f"{name} is not what was written")
-
-
 def put_aside(path):
-    """Rename the checkpoints after one that a run was told to go on from: they are of another
-    future."""
+    """Rename the checkpoints after the one that a run goes on from: the new ones replace them."""
     for newer in checkpoints(path.parent):
         if newer > path:
             print(f"notice    {newer} is {newer.rename(f'{newer}.old')} now")
 
 
+# 8. The loop --------------------------------------------------------------------------------------
+
 class Stop:
     """SIGTERM or SIGUSR1: stop after this step. The second one stops at once.
 
-    Python runs a handler between two of its own instructions, and in the middle of a step there
-    may be none for minutes. But the signal's number goes into a pipe at once: a thread waits."""
+    Python runs a handler between two of its own instructions: in a step there may be none for
+    minutes. But the signal's number goes into a pipe at once, where a thread waits."""
 
     def __init__(self):
         self.asked = False
@@ -1194,16 +1083,9 @@ class Stop:
                 os._exit(128 + number)
             self.asked = True
 
-    def agreed(self, job):
-        """Whether any rank was asked to."""
-        return job.agree(None, self.asked) > 0
-
-
-# 8. The loop --------------------------------------------------------------------------------------
-
 
 class Log:
-    """--log: one JSON object per line, by rank 0. A resumed run writes on where it left off."""
+    """--log, by rank 0. A resumed run writes on where it left off."""
 
     def __init__(self, job, path, step):
         self.path = Path(path).resolve() if path and job.rank == 0 else None
@@ -1213,18 +1095,19 @@ class Log:
         """Drop what will be done anew, and a last line that a crash has cut off."""
         if not self.path or not self.path.is_file():  # /dev/stdout is none
             return
-        old, kept = self.path.read_bytes().splitlines(keepends=True), []
+        old, kept = self.path.read_bytes().splitlines(), []
         for i, line in enumerate(old):
             try:
                 record = json.loads(line)
                 if record["step"] + ("validation_loss" in record) <= step:
                     kept.append(line)
             except (ValueError, TypeError, KeyError):
-                if i < len(old) - 1:
+                torn = b'{"step": '.startswith(line.strip(b"\0")[:9])
+                if i < len(old) - 1 or not torn:
                     raise BadInput(f"--log {self.path}, line {i + 1}, is no step of a run: give "
                                    "another file")
         new = self.path.with_name(f"{self.path.name}.new")
-        new.write_bytes(b"".join(kept))
+        new.write_bytes(b"".join(line + b"\n" for line in kept))
         os.replace(new, self.path)
 
     def __call__(self, **record):
@@ -1262,7 +1145,7 @@ def run_steps(job, settings, model, optimizer, data, run):
         record = dict(step=run.step, loss=loss, lr=lr, norm=norm,
                       seconds=time.perf_counter() - begin, drawn=run.drawn)
         log(**report_step(job, s, tokens, record))
-        stopping = stop is not None and stop.agreed(job)
+        stopping = stop is not None and job.agree(None, stop.asked) > 0  # any rank was asked
         due = s.save_every and run.step % s.save_every == 0
         if s.save and (stopping or due or run.step == s.steps):
             save_state(job, s, model, optimizer, run, data.mark)
@@ -1305,27 +1188,24 @@ def use_model(job, settings, model, data):
 
 # 9. Main ------------------------------------------------------------------------------------------
 
-
 def main(settings):
     """Do what the settings say -> the exit code."""
     refuse_early(settings)
     plan, road, memory, kernels = map(extra, ("plan", "road", "memory", "kernels"))
-    # Rank 0 decides for all: ranks that measure for themselves might disagree.
-    fault = make_folders(settings) if launched()[0] == 0 else None
     if settings.dry_run:
-        if fault:
-            raise BadInput(fault)
+        make_folders(settings)
         if settings.road:
             return road.travel(road.road(settings), settings)
         return memory.dry_run(settings)
-    if launched()[0] == 0 and memory:
-        fault = fault or memory.too_much(settings)
+    # Rank 0 decides for all: ranks that measure for themselves might disagree.
+    fault = memory.too_much(settings) if launched()[0] == 0 and memory else None
     job = join(settings)
     if kernels:
         settings = settings.at(kernel=kernels.choose_kernel(settings, job))
     if plan:
         plan.print_plan(settings, job)
-    job.agree(fault)
+    job.on_rank_0(lambda: refuse(fault, fault))
+    job.on_rank_0(lambda: make_folders(settings))
     if settings.one_rank_of:
         return road.one_rank(settings, job)
     if settings.road:
@@ -1348,9 +1228,8 @@ def main(settings):
 
 
 def run(argv=None):
-    """main(), and then a way out that waits for nobody: os._exit, since a tidy end would wait for
-    ranks that wait for this one. torchrun ends all ranks when it sees one go, so the rank that has
-    something to say goes first."""
+    """main(), and then os._exit: a tidy end would wait for ranks that wait for this one. torchrun
+    ends all ranks when it sees one go, so the rank that has something to say goes first."""
     rank, _, local_rank, _ = launched()
     code = 1
     sys.stdout.reconfigure(errors="backslashreplace")  # what a sample or a path cannot show

@@ -95,7 +95,7 @@ class GPTConfig:
 _LLAMA3_SCALING = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
                        original_max_position_embeddings=8192)
 PRESETS = {  # V, D, L, H, K, d, F
-    "tiny": GPTConfig(256, 128, 4, 8, 2, 16, 384, rope_theta=10_000.0),
+    "tiny": GPTConfig(256, 96, 2, 4, 2, 24, 384, rope_theta=10_000.0),
     "llama3.2-1b": GPTConfig(128256, 2048, 16, 32, 8, 64, 8192, tie_embeddings=True,
                              rope_scaling=_LLAMA3_SCALING),
     "llama3.2-3b": GPTConfig(128256, 3072, 28, 24, 8, 128, 8192, tie_embeddings=True,

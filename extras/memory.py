@@ -28,9 +28,9 @@ from tqdm import tqdm
 import upipe
 from extras import GIB
 from extras.plan import parameters, step_flops
-from upipe import BadInput
 
 RESERVED = 3 * GIB  # of a card: CUDA's context, NCCL's buffers, what fragmentation wastes
+HOST_SHARE = 0.95   # of a host: the rest is for the system, for Python and for the page cache
 UTILISATION = 0.5   # of the peak FLOP/s, for the estimated time
 BETWEEN_STEPS = ("parameters", "gradients", "optimizer")  # kinds that stay from step to step
 
@@ -135,21 +135,18 @@ class Meter(TorchDispatchMode):
 
 
 def waited(collective, *args):
-    """Run a collective until nobody but the caller holds its tensors.
-
-    Gloo's thread first says that a collective is done, and then lets go of its tensors: on a busy
-    machine so late that they would count beside what the caller makes next."""
+    """Run a collective until nobody but the caller holds its tensors. Gloo's thread lets go after
+    it has said that it is done: on a busy machine, they would count beside what comes next."""
     def holders():
         return [(x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata))
                 for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
     before, out = holders(), collective(*args)
     *tensors, work = out if isinstance(out, (tuple, list)) else [out]
     Work.unbox(work).wait()
-    del out, work  # it holds them, too: the caller gets another that is done
+    del out, work  # it holds them, too: the caller gets another one, that is done
     while holders() != before:
         time.sleep(1e-5)
-    work = FakeWork().boxed()
-    return (*tensors, work) if tensors else work
+    return (*tensors, FakeWork().boxed()) if tensors else FakeWork().boxed()
 
 
 def kind_of(frame, dims):
@@ -318,8 +315,9 @@ def plan_memory(settings, full=False):
 
 
 def usable(settings):
-    """Bytes of a card that a step may fill; on a CPU, all of a rank's part."""
-    return settings.machine.card - (RESERVED if settings.device == "cuda" else 0)
+    """Bytes of a card, or on a CPU of a rank's part of the host, that a step may fill."""
+    card = settings.machine.card
+    return max(0, card - RESERVED) if settings.device == "cuda" else card * HOST_SHARE
 
 
 def shares(settings, report):
@@ -327,18 +325,21 @@ def shares(settings, report):
     u = settings.recipe.stage_heads(settings.config, settings.cp) // settings.cp
     # elements of q in a call: S u d
     call = -(-settings.ctx // settings.cp) * settings.cp * u * settings.config.head_dim
-    return (report.device / usable(settings),
-            report.host * settings.machine.ranks / settings.machine.host, call / (2**31 - 1))
+    most, host = usable(settings), HOST_SHARE * settings.machine.host
+    return (report.device / most if most else math.inf,
+            report.host * settings.machine.ranks / host, call / (2**31 - 1))
 
 
 def verdict(settings, report):
     """(fits, text): the report against the card, the host and what a kernel can index."""
     machine, parts = settings.machine, shares(settings, report)
     name = "GPU   " if settings.device == "cuda" else "memory"
+    card, host = (f"{size / GIB:,.2f}".rstrip("0").rstrip(".")  # 80, 3.5
+                  for size in (machine.card, machine.host))
     texts = (f"{name}    {gib(report.device)} GiB at the peak, {gib(usable(settings))} usable of "
-             f"{machine.card / GIB:.0f}",
+             f"{card}",
              f"host      {gib(report.host)} GiB a rank, {gib(report.host * machine.ranks)} a node "
-             f"of {machine.ranks}, of {machine.host / GIB:,.0f}",
+             f"of {machine.ranks}, {gib(HOST_SHARE * machine.host)} usable of {host}",
              f"kernel    {parts[2]:.2f} x 2^31 elements in a call, and its indices end at 1")
     return max(parts) <= 1, "\n".join(
         text + (": fits" if part <= 1 else ": does not fit") for text, part in zip(texts, parts))
@@ -431,7 +432,7 @@ def longest_context(settings):
             here = settings.at(ctx=n * unit)
             seen[n] = here, plan_memory(here)
         return shares(*seen[n])
-    low, high, points = 0, math.inf, (16, 32)  # low fits, high does not
+    low, high, points = 0, math.inf if usable(settings) else 1, (16, 32)  # low fits, high does not
     while high - low > 1:
         for n in points:
             low, high = (max(low, n), high) if max(needs(n)) <= 1 else (low, min(high, n))
@@ -446,7 +447,8 @@ def dry_run(settings):
     if settings.max_ctx:
         settings, report = longest_context(settings)
         if report is None:
-            raise BadInput("--max-ctx: not even --ctx 64k fits: more ranks, or --offload-params")
+            print("longest   not even --ctx 64k fits: larger cards, more ranks or --offload-params")
+            return False
         print(f"longest   {settings.ctx:,} tokens (--ctx {settings.length}) fit, 64k more do not")
     else:
         report = plan_memory(settings, settings.full)

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import torch
 
-from upipe import IGNORE
+from upipe import IGNORE, BadInput
 
 
 class Recall:
@@ -39,6 +39,11 @@ class Recall:
         question &= start < len(self) - 1  # beyond the last window nothing is asked
         labels[question] = asked[(at[question] - self.ctx) // 2, 1]
         return torch.from_numpy(inputs), torch.from_numpy(labels)
+
+
+def refuse_early(settings):
+    if settings.config.vocab_size < 256 or settings.ctx < 8:
+        raise BadInput("--task recall needs a vocabulary of 256 and a --ctx of 8")
 
 
 def make_data(settings):

@@ -89,14 +89,14 @@ def report_parts(long):
     model, wide = ("llama3.2-1b", "llama3-8b") if GPU else ("tiny", "tiny")
     common = ["--force", "--offload", "--checkpoint", "1", "--kernel"]
     one = ["train.py", "--one-rank-of", "1", "--model", model, *common, f"BEST {HEAD_SIZES[0]}"]
-    rank = ["train.py", "--one-rank-of", "8", "--model", wide, *common, f"BEST {HEAD_SIZES[-1]}",
-            "--layers", "1"]
+    rank = ["train.py", "--one-rank-of", "8" if GPU else "4", "--model", wide, *common,
+            f"BEST {HEAD_SIZES[-1]}", "--layers", "1"]
     parts = [("kernels", ["test_upipe.py", "--kernels"], 90)]
     if GPU:
         tests = ["-m", "pytest", "-q", "test_upipe.py", "extras/test_kernels.py", "-k"]
         parts.append(("cuda tests", [*tests, "cuda or gpu or copies_on_a_stream"], 120))
-    changes = {"u = 1": [], "U = 32": ["--heads-per-stage", "32" if GPU else "8"],
-               "U = 16": ["--heads-per-stage", "16" if GPU else "8"],  # at 1m, 32 are 2^31 elements
+    changes = {"u = 1": [], "U = 32": ["--heads-per-stage", "32" if GPU else "4"],
+               "U = 16": ["--heads-per-stage", "16" if GPU else "4"],  # at 1m, 32 are 2^31 elements
                "no offload": ["--no-offload"], "attention twice": ["--no-keep-attention"]}
 
     def rows(size, layers, *names):

@@ -176,24 +176,27 @@ def test_released_configs_are_the_models_that_go_by_their_names(name, tmp_path):
     assert read_config(tmp_path) == PRESETS[name]
 
 
-def test_the_index_decides_which_files_are_read(tmp_path, capsys):
-    """A stale shard with the same names is not; nor are rotary tables. Both are said."""
+def test_the_index_decides_which_tensors_are_read(tmp_path, capsys):
+    """Not others of the same name, in a file that it lists or in one that it does not, which may
+    be damaged; nor are rotary tables. What is left out is said."""
     from safetensors.torch import load_file, save_file
     theirs, path = published("llama", tmp_path, shards=True)
     index = path / "model.safetensors.index.json"
-    first = sorted(path.glob("*.safetensors"))[0]
+    first, second, *_ = sorted(path.glob("*.safetensors"))
     tensors, listed = load_file(first), json.loads(index.read_text())
-    for stale in ("model.safetensors", "zz.safetensors"):
-        save_file({name: x + 1 for name, x in tensors.items()}, path / stale)
+    stale = {name: x + 1 for name, x in tensors.items()}
+    save_file(stale, path / "model.safetensors")
+    (path / "zz.safetensors").write_text("")
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
-    save_file(tensors | table, first)
-    listed["weight_map"] |= {name: first.name for name in table}
+    save_file(load_file(second) | stale | table, second)
+    listed["weight_map"] |= {name: second.name for name in table}
     index.write_text(json.dumps(listed))
     tokens = torch.arange(60)[None]
     with loaded(path) as (model, recipe):
         assert (model.logits(tokens[0], recipe) - theirs(tokens).logits[0]).abs().max() < 1e-4
     out = capsys.readouterr().out
-    assert all(f"{word} is not" in out for word in ("zz.safetensors", "rotary_emb.inv_freq"))
+    assert all(f"{word} is not" in out for word in ("/model.safetensors", "zz.safetensors",
+                                                    "rotary_emb.inv_freq"))
 
 
 def rope(**more):

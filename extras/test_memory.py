@@ -1,6 +1,7 @@
 """The dry run tells what a real step holds."""
 import ast
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import train
 import upipe
-from extras import GIB, memory
+from extras import GIB, machine, memory
 from extras.road import ROAD, rows_of_road
 from test_upipe import RANKS
 from upipe import GPTConfig
@@ -74,7 +75,7 @@ def rank_late_holders():
 
 
 def test_gloo_holds_no_tensor_that_its_caller_has_let_go():
-    """Else the figures would depend on how busy the machine is (D)."""
+    """Else the figures would depend on how busy the machine is."""
     assert RANKS[2](rank_late_holders) == [0, 0]
 
 
@@ -156,6 +157,72 @@ def test_a_dry_run_touches_no_network_and_no_device(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupGloo", refuse)
     memory.plan_memory(dry("--model", "llama3.2-1b", "--ctx", "16k", "--world", "4"))
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("flags, fits, said", [
+    ("--gpu-mem 2", False, "0.0 usable of 2: does not fit"),
+    ("--gpu-mem 3", False, "0.0 usable of 3: does not fit"),
+    ("--gpu-mem 3 --max-ctx", False, "not even --ctx 64k fits"),
+    ("--gpu-mem 6.5", True, "3.5 usable of 6.5: fits"),
+    ("--gpus-per-node 3 --host-mem 0.3", True, "0.2 a node of 3, 0.3 usable of 0.3: fits"),
+    ("--gpus-per-node 4 --host-mem 0.25", False, "0.2 usable of 0.25: does not fit"),
+    # keep_attention would fit, were it not for the weights
+    ("--layers 16 --ctx 1408k --offload-params --host-mem 200", True, "usable of 200: fits")])
+def test_a_card_below_its_reserve_and_a_full_host_fit_nothing(capsys, flags, fits, said):
+    """N1: and the program says so with its exit status."""
+    settings = dry(*"--model llama3.2-1b --layers 2 --ctx 32k".split(), *flags.split())
+    assert train.main(settings) == int(not fits)
+    assert said in capsys.readouterr().out
+
+
+def write(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+CGROUPS = {  # files under /: (bytes or None, cores or None) that they allow
+    "version 2": ({"proc/self/cgroup": "0::/job/a\n", "sys/fs/cgroup/job/memory.max": "4096\n",
+                   "sys/fs/cgroup/job/a/memory.max": "max\n",
+                   "sys/fs/cgroup/job/a/cpu.max": "150000 100000\n"}, 4096, 1),
+    "version 1": ({"proc/self/cgroup": "4:memory:/out/side\n1:cpu,cpuacct:/x\n",
+                   "sys/fs/cgroup/memory/memory.limit_in_bytes": "8192\n",
+                   "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "100000\n",
+                   "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n"}, 8192, 1),
+    "no limit": ({"proc/self/cgroup": "4:memory:/\n1:cpu:/\n0::/\n",
+                  "sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/cpu.max": "max 100000\n",
+                  "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+                  "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                  "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, None, None),
+    "no cgroup": ({}, None, None)}
+
+
+@pytest.mark.parametrize("case", CGROUPS)
+def test_memory_and_cores_are_those_of_the_container(case, tmp_path, monkeypatch):
+    """N9: the smaller of the machine's and the job's; without any, and without sched_getaffinity
+    and sysconf, as on other systems, what there is."""
+    files, memory_limit, cores = CGROUPS[case]
+    none = tmp_path / "none"
+    write(tmp_path, files)
+    monkeypatch.setattr(train.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    assert machine.memory_here(tmp_path) == (memory_limit or machine.memory_here(none))
+    assert machine.cores_here(tmp_path) == (cores or 64)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert machine.threads_here(2, tmp_path) == max(1, (cores or 64) // 2)
+    monkeypatch.delattr(train.os, "sched_getaffinity")
+    monkeypatch.delattr(train.os, "sysconf_names", raising=False)
+    unknown = 2**63 - 4096 if case == "no limit" else float("inf")
+    assert machine.memory_here(tmp_path) == (memory_limit or unknown)
+    assert machine.cores_here(none) == os.cpu_count()
+
+
+@pytest.mark.parametrize("asked, threads", [("1", 32), ("3", 3)])
+def test_threads_that_the_user_asked_for_stay(asked, threads, tmp_path, monkeypatch):
+    """OMP_NUM_THREADS above 1; torchrun itself says 1."""
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setattr(train.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: int(asked))
+    assert machine.threads_here(2, tmp_path) == threads
 
 
 def test_the_longest_context_is_the_last_that_fits():
