@@ -152,9 +152,10 @@ def test_a_prompt_that_is_no_text_is_refused_before_the_first_step():
     assert "train.py: --prompt" in main(1, "--sample", 1, "--prompt", "\udcff")
 
 
-def test_a_sample_does_not_depend_on_the_ranks(texts, whole):
+def test_a_sample_does_not_depend_on_the_ranks(texts, tmp_path):
     """The prompt grows past the context; the model is one that has learned a little."""
-    folder = whole(2, *ALL)
-    flags = ["--save", folder / "all", "--resume", "--sample", 70, "--prompt", "abc d"]
+    saved = ["--save", tmp_path / "run"]
+    main(2, *short(texts, *ALL, "--ctx", 32), "--steps", 5, *saved)
+    flags = [*saved, "--resume", "--sample", 40, "--prompt", "abc d"]
     one, two = (main(world, *flags).split("(bigrams", 2)[-1] for world in (1, 2))
-    assert one == two and "abc d" in one and len(one.encode()) > 50
+    assert one == two and "abc d" in one and len(one.encode()) > 40
