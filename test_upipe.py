@@ -767,6 +767,74 @@ def test_a_kernel_call_beyond_32_bits_is_refused_before_launch():
     assert all(S * config.head_dim < 2 ** 31 for config in PRESETS.values())
 
 
+def rank_logits(case, changed):
+    """Logits with and without another token at place `changed`."""
+    model, (tokens, labels) = build(case.config, case.seed), case.data()
+    other = tokens.clone()
+    other[changed] = (other[changed] + 1) % case.config.vocab_size
+    with torch.no_grad():
+        return [model.logits(upipe.shard(t, labels)[0], case.recipe) for t in (tokens, other)]
+
+
+@pytest.mark.parametrize("C", [2, 4])
+def test_a_token_reaches_every_later_rank_and_nothing_before_it(C):
+    """I5: attention is causal and crosses the ranks."""
+    before, after = map(torch.cat, zip(*RANKS[C](rank_logits, Case(C, SMALL, ALL_ON, 40), 3)))
+    assert torch.equal(before[:3], after[:3])
+    assert ((before - after)[3:].norm(dim=-1) > 1e-6).all()
+
+
+def rank_all_to_all(s, u, d, dtype, layout):
+    """Element (token, head, j) holds a number of its own, modulo 251: exact in bfloat16."""
+    rank, C = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def numbers(tokens, heads):
+        t, h, j = torch.meshgrid(tokens, heads, torch.arange(d), indexing="ij")
+        return ((t * C * u + h) * d + j).remainder(251).to(dtype)
+
+    mine = numbers(rank * s + torch.arange(s), torch.arange(C * u))  # my tokens, all heads
+    theirs = numbers(torch.arange(C * s), rank * u + torch.arange(u))  # all tokens, my heads
+    x = laid_out(mine.view(s, C, u, d).transpose(0, 1), layout).requires_grad_()  # [C, s, u, d]
+    y = upipe.seq_to_heads(x)
+    y.backward(laid_out(2 * y.detach(), layout))
+    back = upipe.heads_to_seq(laid_out(y.detach(), layout))
+    return torch.equal(y, theirs) and torch.equal(back, x) and torch.equal(x.grad, 2 * x)
+
+
+@laws(40)
+@given(C=st.sampled_from([1, 2, 4]), s=st.integers(1, 9), u=st.integers(1, 4), d=st.integers(1, 6),
+       dtype=st.sampled_from([F32, BF16]), layout=LAYOUTS)
+def test_all_to_all_sorts_heads_and_tokens_and_comes_back_exactly(C, s, u, d, dtype, layout):
+    """B5, K3: all tokens in order, my heads in order; back is the identity, and the gradient."""
+    assert all(RANKS[C](rank_all_to_all, s, u, d, dtype, layout))
+
+
+def test_stages_visit_every_head_once_and_load_every_kv_head_once():
+    """Query head i meets kv head i // G, in the place where the kernel looks for it, for any U."""
+    for C, H, K, U in ((C, H, K, U) for C, H, K in SIZES for U in legal(H, K, C)):
+        visited = []
+        for r, loads in enumerate([upipe.stages(H, K, C, U)] * C):
+            loaded = [j for kv, _ in loads for j in range(kv.start, kv.stop)]
+            assert loaded == list(range(max(1, K // C)))
+            for kv, stage in ((kv, stage) for kv, queries in loads for stage in queries):
+                kv_heads = [r * K // C + j for j in range(kv.start, kv.stop)]
+                q_heads = [r * H // C + i for i in range(stage.start, stage.stop)]
+                readers = len(q_heads) // len(kv_heads)  # kernels pair head a with a // readers
+                assert len(q_heads) == U // C
+                assert [i * K // H for i in q_heads] == np.repeat(kv_heads, readers).tolist()
+                visited += q_heads
+        assert sorted(visited) == list(range(H))
+
+
+def test_stages_worked_by_hand():
+    """8 query heads and 4 kv heads on 2 ranks: each has 4 and 2, and a kv head has two readers."""
+    one, two = slice(0, 1), slice(1, 2)
+    assert upipe.stages(8, 4, 2, U=2) == [(one, [slice(0, 1), slice(1, 2)]),
+                                          (two, [slice(2, 3), slice(3, 4)])]
+    assert upipe.stages(8, 4, 2, U=4) == [(one, [slice(0, 2)]), (two, [slice(2, 4)])]
+    assert upipe.stages(8, 4, 2, U=8) == [(slice(0, 2), [slice(0, 4)])]
+
+
 def rank_addresses(case):
     """role -> (how often it was taken, at how many addresses), over two steps."""
     model, seen = build(case.config, case.seed), {}

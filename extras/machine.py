@@ -22,7 +22,8 @@ def cgroup_files(kind, name, root="/"):
 def memory_here(root="/"):
     """Bytes that this machine has, or fewer, if a container may use fewer; inf if unknown."""
     limits = [math.inf]
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:  # Windows has none
+    known = getattr(os, "sysconf_names", ()) if hasattr(os, "sysconf") else ()  # Windows: neither
+    if "SC_PHYS_PAGES" in known:
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for name in ("memory.max", "memory.limit_in_bytes"):
         limits += [int(size) for size, in cgroup_files("memory", name, root) if size != "max"]
