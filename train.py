@@ -559,7 +559,10 @@ class Part(NamedTuple):
         return self._replace(start=self.start + start * self.dtype.itemsize, count=stop - start)
 
     def read(self):
-        ids = np.fromfile(self.path, self.dtype, self.count, offset=self.start)
+        try:
+            ids = np.fromfile(self.path, self.dtype, self.count, offset=self.start)
+        except OSError as error:
+            raise BadInput(f"--data: {error}")
         refuse(len(ids) < self.count,
                f"--data {self.path} is shorter than it was at the start of this run")
         return ids
