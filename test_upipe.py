@@ -1797,6 +1797,7 @@ def pretend_cuda(monkeypatch, capability):
 @pytest.mark.parametrize("capability, dtype", [((7, 5), "float32"), ((8, 0), "bfloat16")])
 def test_a_card_without_bfloat16_computes_in_float32(capability, dtype, monkeypatch, capsys):
     """H1: known before the recipe is fitted and the memory is planned, and said."""
+    pytest.importorskip("extras.kernels")
     pretend_cuda(monkeypatch, capability)
     settings = train.make_settings(["--model", "llama3.2-1b"])
     assert settings.device == "cuda" and settings.dtype == dtype
@@ -2014,6 +2015,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_to_the_one_before(name, whol
 
 def test_an_older_checkpoint_is_taken_by_a_flag_and_the_newer_ones_stay(whole, tmp_path):
     """G1 too: the steps after it are the same again, and the folder goes on from the new ones."""
+    pytest.importorskip("extras.guard")
     folder = whole(*RUNS["two ranks, all on"])
     run, log = shutil.copytree(folder / "all", tmp_path / "run"), tmp_path / "log"
     again = ["--save", run, "--log", log, "--keep", 1]

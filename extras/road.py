@@ -217,25 +217,27 @@ def plot_step(axes, history, colors):
 @contextmanager
 def stand_in():
     """Let collectives bring this rank's own data, as if all ranks had the same: finite numbers, at
-    the cost of a copy."""
-    def all_gather_into_tensor(output_tensor, input_tensor, **_):
+    the cost of a copy. FSDP calls them by other names from PyTorch 2.13 on."""
+    def gather(output_tensor, input_tensor, **_):
         whole = output_tensor.view(-1, input_tensor.numel())
         whole.copy_(input_tensor.reshape(1, -1).expand(len(whole), -1))
 
-    def reduce_scatter_tensor(output, input, **_):
+    def reduce_scatter(output, input, **_):
         output.copy_(input.view(-1)[:output.numel()].view_as(output))
 
-    def all_to_all_single(output, input, **_):
+    def exchange(output, input, **_):
         output.copy_(input)
-    ours = all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single
-    theirs = [getattr(dist, collective.__name__) for collective in ours]
+    ours = dict(all_gather_into_tensor=gather, all_gather_single=gather,
+                reduce_scatter_tensor=reduce_scatter, reduce_scatter_single=reduce_scatter,
+                all_to_all_single=exchange)
+    theirs = {name: getattr(dist, name) for name in ours if hasattr(dist, name)}
     try:
-        for collective in ours:
-            setattr(dist, collective.__name__, collective)
+        for name in theirs:
+            setattr(dist, name, ours[name])
         yield
     finally:
-        for collective, original in zip(ours, theirs):
-            setattr(dist, collective.__name__, original)
+        for name, collective in theirs.items():
+            setattr(dist, name, collective)
 
 
 def one_rank(settings, job):
