@@ -680,7 +680,8 @@ def ulysses_attention(q, k, v, p):
     With C = 1 nothing is sent, and it is the textbook's."""
     q, k, v = (seq_to_heads(by_rank(y, p.C).transpose(0, 1), p.recipe.group) for y in (q, k, v))
     o = FlashAttention.apply(q, k, v, p)  # [S, H/C, d], and k, v [S, max(1, K/C), d]
-    return heads_to_seq(o, p.recipe.group).transpose(0, 1).flatten(1, 2)  # [C, s, H/C, d] ->
+    o = heads_to_seq(o, p.recipe.group)  # [S, H/C, d] -> [C, s, H/C, d]
+    return o.transpose(0, 1).flatten(1, 2)  # -> [s, H, d]
 
 
 # 5. Offload ---------------------------------------------------------------------------------------

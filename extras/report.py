@@ -54,7 +54,7 @@ def benchmark(tests, repeats=5):
     print(f"all-to-all, elements per token        forward {sent[0]:.0f} of {2 * (H + K) * d}; "
           f"backward {sent[1]:.0f} of {4 * (H + K) * d}")
     seconds = {name: [] for name in RECIPES}
-    for turn in range(repeats + 1):
+    for _ in range(repeats + 1):
         for name, recipe in RECIPES.items():
             case = tests.Case(2, TINY, recipe, LONG)
             seconds[name].append(max(tests.RANKS[2](rank_seconds, case, tests.step, limit=600)))
