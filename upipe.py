@@ -41,12 +41,11 @@ Read beside it: DeepSpeed Ulysses, arXiv 2309.14509; Untied Ulysses (UPipe), arX
 import hashlib
 import math
 import mmap
-import sys
 import weakref
 from collections import defaultdict
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
@@ -319,7 +318,7 @@ class Block(nn.Module):
             if p.recipe.checkpoint == 0:
                 y = textbook(x, w, p)
             elif learns(x, [self]):
-                y = LeanBlock.apply(x, p, self.index, *w.flat())
+                y = apply_boxed(LeanBlock, x, p, self.index, *w.flat())
             else:
                 y = lean_forward(x, w, p)
         p.progress(self.index, "forward")
@@ -356,7 +355,6 @@ class Pass:
     buffers: "StageBuffers"
     store: "HostStore"
     progress: Callable             # progress(layer, "forward" | "again" | "backward")
-    kept: list = field(default_factory=list)  # what each block or segment keeps (part 5)
 
     @property
     def tile(self):
@@ -720,22 +718,33 @@ class HostStore:
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
 
+    @contextmanager
+    def copying(self, name):
+        """Copies in here are behind all that has been computed so far, and beside what comes."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), span(name):
+            yield
+
     def slab(self, size):
         """A slab of exactly `size` bytes."""
-        if self.free[size]:
-            return self.free[size].pop()
-        if self.bytes == 0:  # a step begins with a size not seen before: the old ones are a leak
-            if self.stream is not None:
-                self.stream.synchronize()  # of the last step, some may still be on their way
+        if not self.free[size] and self.bytes == 0:  # a new size in a new step: the old ones are
+            if self.stream is not None:              # a leak; copies may still be under way
+                self.stream.synchronize()
             self.free.clear()
-        self.slab_bytes += size
-        slab = torch.empty(size, dtype=torch.uint8, device="cpu") if self.stream is None else (
-            pinned(size))
-        weakref.finalize(slab.untyped_storage(), self._dropped, size)
-        return slab
+            self.slab_bytes = 0
+        if not self.free[size]:
+            self.slab_bytes += size
+            make = pinned if self.stream else partial(torch.empty, dtype=torch.uint8, device="cpu")
+            self.free[size].append(make(size))
+        self.bytes += size
+        return self.free[size].pop()
 
-    def _dropped(self, size):
-        self.slab_bytes -= size
+    def give_back(self, slab):
+        self.bytes -= len(slab)
+        self.free[len(slab)].append(slab)
 
 
 def pinned(size):
@@ -759,44 +768,21 @@ class Parked:
         if x.is_cuda and store.stream is None:
             store.stream = torch.cuda.Stream(x.device)
         self.store, self.device = store, x.device
-        self.slab = store.slab(x.nbytes)
-        self.host = self.slab.view(x.dtype).view(x.shape)
-        store.bytes += x.nbytes
-        self.ahead = None  # (first rows on the device, event): a prefetch under way
-        if store.stream is None:
-            self.host.copy_(x)
-        else:
-            store.stream.wait_stream(torch.cuda.current_stream())  # until x has been computed
-            with torch.cuda.stream(store.stream), span("park"):
-                self.host.copy_(x, non_blocking=True)
+        slab = store.slab(x.nbytes)
+        weakref.finalize(self, store.give_back, slab)
+        self.host = slab.view(x.dtype).view(x.shape)
+        with store.copying("park"):
+            self.host.copy_(x, non_blocking=True)
 
     def __len__(self):
         return len(self.host)
 
-    def __del__(self):
-        if hasattr(self, "ahead"):  # or there was no memory for a slab
-            self.store.bytes -= self.slab.numel()
-            self.store.free[self.slab.numel()].append(self.slab)
-            if self.ahead:  # dropped before it was used
-                arrived(*self.ahead)
-
     def copy(self, a, b):
         """Start to bring rows a to b -> (device tensor, event that says when they are there)."""
-        if a == 0 and self.ahead and len(self.ahead[0]) == b:
-            ahead, self.ahead = self.ahead, None
-            return ahead
-        stream = self.store.stream
-        if stream is None:
-            return self.host[a:b].clone(), None
         out = torch.empty_like(self.host[a:b], device=self.device)
-        stream.wait_stream(torch.cuda.current_stream())  # earlier work may still use this memory
-        with torch.cuda.stream(stream), span("fetch"):
+        with self.store.copying("fetch"):
             out.copy_(self.host[a:b], non_blocking=True)
-        return out, stream.record_event()
-
-    def prefetch(self, tile):
-        """Fetch the first tile now, so that the next rows() or fetch() finds it."""
-        self.ahead = self.ahead or self.copy(0, min(tile, len(self)))
+        return out, self.store.stream and self.store.stream.record_event()
 
     def fetch(self):
         """The whole tensor, on its device."""
@@ -817,13 +803,12 @@ def rows(x, tile):
     """Walk x, a tensor or Parked, in tiles: yields (a, b, x[a:b]). From the host, the next tile is
     on its way while the caller works on this one."""
     spans = tile_spans(len(x), tile)
-    ahead = x.copy(*spans[0]) if isinstance(x, Parked) else None
+    fetch = x.copy if isinstance(x, Parked) else lambda a, b: (x[a:b], None)
+    ahead = fetch(*spans[0])
     for (a, b), after in zip(spans, spans[1:] + [None]):
-        here = ahead
-        if here and after:
-            ahead = x.copy(*after)
+        here, ahead = ahead, after and fetch(*after)
         with span("tile"):
-            yield a, b, arrived(*here) if here else x[a:b]
+            yield a, b, arrived(*here)
 
 
 def whole_and_rows(x, tile):
@@ -841,32 +826,18 @@ def whole_and_rows(x, tile):
     return whole, walk()
 
 
-def keep(p, entry, *tensors):
-    """Add tensors to an entry of p.kept: parked with `offload`, else as they are."""
-    entry += [p.store.park(x) if p.recipe.offload else x for x in tensors]
+def keep(p, *tensors):
+    """What the backward pass will need: parked with `offload`, else as it is."""
+    return [p.store.park(x) if p.recipe.offload else x for x in tensors]
 
 
-def take_kept(entry):
+def take_kept(ctx):
     """All that was kept, once. Raises RuntimeError the second time."""
-    if not entry:
+    if not ctx.kept:
         raise RuntimeError("a second backward pass over the same step: the first has used up"
                            " what was kept. Run forward again (retain_graph is no help)")
-    tensors = list(entry)
-    entry.clear()
-    return tensors
-
-
-def prefetch_before(p, entry, tile):
-    """Fetch the first tile of what was kept just before `entry`: backward wants it next."""
-    at = next(i for i, other in enumerate(p.kept) if other is entry)
-    for x in p.kept[at - 1] if at else ():
-        if isinstance(x, Parked):
-            x.prefetch(tile)
-
-
-def release(x, size=0):
-    """Give x's memory back though x itself lives on; with size=x.nbytes it gets some again."""
-    x.untyped_storage().resize_(size)
+    kept, ctx.kept = ctx.kept, []
+    return kept
 
 
 # 6. Checkpointing ---------------------------------------------------------------------------------
@@ -878,11 +849,46 @@ def release(x, size=0):
 # of L/k segments wait, and 2k tensors for the blocks of the one at work. With L = 32 and k = 4 that
 # is 16 tensors, not 32.
 #
-# A gradient [s, D] is 5 GiB, and a second one is what there is no room for: each Function works in
-# the memory of the dy that it is given. That is right only if nobody else refers to that memory,
-# and with autograd anybody may: x + block(x) hands the same dy to both sides, and a hook may keep
-# it. So own() looks at the counts of references, and copies where they are not those of a gradient
-# that has just been made for this Function alone.
+# A gradient [s, D] is 5 GiB, and a block has no room for two of them: it turns dy into dx in place.
+# But autograd holds the dy that it hands to a backward pass until that pass ends, and others may
+# hold it too (x + block(x) gives the same dy to both sides). So a pass gets dy in a *box*: a
+# Function behind it copies dy into the box, and what autograd hands on is one number, expanded. The
+# copy costs milliseconds where a block takes minutes.
+
+
+class IntoBox(torch.autograd.Function):
+    """y -> y. Its backward pass leaves a copy of dy in `box`, for the Function that made y. With an
+    anchor that requires a gradient, y does too."""
+
+    @staticmethod
+    def forward(ctx, y, box, anchor=None):
+        ctx.box = box
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.box.append(dy.clone(memory_format=torch.contiguous_format))
+        return dy.new_zeros(()).expand_as(dy) if ctx.needs_input_grad[0] else None, None, None
+
+
+class FromBox(torch.autograd.Function):
+    """y -> a number whose backward pass hands on the dy in `box`, a tensor or Parked."""
+
+    @staticmethod
+    def forward(ctx, y, box):
+        ctx.box = box
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        dy = ctx.box.pop()
+        return dy.fetch() if isinstance(dy, Parked) else dy, None
+
+
+def apply_boxed(function, x, *args):
+    """function.apply(x, box, *args), whose backward pass finds dy in the box."""
+    box = []
+    return IntoBox.apply(function.apply(x, box, *args), box)
 
 
 class Segment(torch.autograd.Function):
@@ -906,57 +912,38 @@ class Segment(torch.autograd.Function):
     (True, torch.Size([4, 4]))
 
     anchor: an empty tensor. Autograd calls backward only if an input requires a gradient, and the
-    blocks' weights are no inputs: the anchor stands for them. A weight that is frozen costs
-    nothing."""
+    blocks' weights are no inputs: the anchor stands for them."""
 
     @staticmethod
-    def forward(ctx, x, anchor, p, blocks):
-        ctx.p, ctx.blocks, ctx.kept = p, blocks, []
-        p.kept.append(ctx.kept)
-        keep(p, ctx.kept, x)  # the first block waits for the copy
+    def forward(ctx, x, box, anchor, p, blocks):
+        ctx.box, ctx.p, ctx.blocks = box, p, blocks
+        ctx.kept = keep(p, x)  # the first block waits for the copy
         return run_blocks(x, p, blocks)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        p, (x_needed, weights_needed, *_) = ctx.p, ctx.needs_input_grad
+    def backward(ctx, _):
+        p, box, (x_needed, _, weights_needed, *_) = ctx.p, ctx.box, ctx.needs_input_grad
         if weights_needed:  # but torch.autograd.grad(loss, middle) must not touch their .grad
             weights_needed = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
-        x, = take_kept(ctx.kept)
-        x = (x.fetch() if p.recipe.offload else x).detach().requires_grad_(x_needed)
-        box = [own(dy)]
+        y, = take_kept(ctx)
+        y = y.fetch() if p.recipe.offload else y.detach()
         if p.recipe.stream:  # dy waits on the host, too
-            box.append(p.store.park(box[0]))
+            dy = box.pop()
+            box.append(p.store.park(dy))
             p.store.wait_for_copies()
-            del box[0]
-        again = replace(p, kept=[], recipe=replace(p.recipe, checkpoint=1, keep_attention=True),
+            del dy
+        again = replace(p, recipe=replace(p.recipe, checkpoint=1, keep_attention=True),
                         progress=lambda i, way: p.progress(i, way.replace("forward", "again")))
+        dx, anchor = [], y.new_empty(0).requires_grad_(x_needed)
         with torch.enable_grad():
-            y = x
+            y = IntoBox.apply(y, dx, anchor)
             for block in ctx.blocks:
                 y = block(y, again)
-                if p.recipe.offload:
-                    release(x)  # the first block has parked it for itself
-            end = Unbox.apply(y, box)
+            end = FromBox.apply(y, box)
             del y  # only the graph behind it is wanted
-        torch.autograd.backward(end, inputs=None if weights_needed else [x])
-        prefetch_before(p, ctx.kept, p.s)
-        return x.grad, None, None, None
-
-
-class Unbox(torch.autograd.Function):
-    """A graph's end whose gradient [s, D] lies in `box`, on the device or parked. (Handed to
-    torch.autograd.backward, it would be referred to from here, and own() would have to copy it.)"""
-
-    @staticmethod
-    def forward(ctx, y, box):
-        ctx.box = box
-        return y.new_zeros(())
-
-    @staticmethod
-    def backward(ctx, _):
-        dy = ctx.box.pop()
-        return dy.fetch() if isinstance(dy, Parked) else dy, None
+        torch.autograd.backward(end, inputs=None if weights_needed else [anchor])
+        return dx.pop() if x_needed else None, None, None, None, None
 
 
 def run_segment(x, p, blocks):
@@ -964,46 +951,7 @@ def run_segment(x, p, blocks):
     if not learns(x, blocks):
         return run_blocks(x, p, blocks)
     trained = any(w.requires_grad for block in blocks for w in block.parameters())
-    return Segment.apply(x, x.new_empty(0).requires_grad_(trained), p, blocks)
-
-
-def own(dy):
-    """The gradient dy in memory that may be written to. If nobody else refers to dy, it is dy's
-    own, and dy is left empty; else a contiguous copy."""
-    if references(dy) != lone_references() or not dy.is_contiguous():
-        return dy.clone(memory_format=torch.contiguous_format)
-    owned = dy.detach()
-    dy.set_()  # autograd itself holds dy until backward returns
-    return owned
-
-
-def references(dy):
-    """How often Python, autograd and views refer to a gradient and its memory."""
-    memory = dy.untyped_storage()._cdata
-    return sys.getrefcount(dy), dy._use_count(), torch._C._storage_Use_Count(memory)
-
-
-@lru_cache
-def lone_references():
-    """What own() sees in a backward pass whose dy was made for it alone. Measured, since it depends
-    on the versions of Python and PyTorch."""
-    seen = []
-    look = lambda dy: references(dy)  # one call away from backward, as in own()
-
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        @once_differentiable
-        def backward(ctx, dy):
-            seen.append(look(dy))
-            return dy.clone()
-
-    with torch.enable_grad():
-        Probe.apply(Probe.apply(torch.ones(1, requires_grad=True))).backward()
-    return seen[-1]
+    return apply_boxed(Segment, x, x.new_empty(0).requires_grad_(trained), p, blocks)
 
 
 # 7. Sequence tiling -------------------------------------------------------------------------------
@@ -1152,14 +1100,13 @@ class StageBuffers:
     def __init__(self):
         self.flat = {}
 
-    def view(self, role, shape, like, room=0):
-        """A contiguous tensor in the memory of `role`, dtype and device of `like`; not cleared.
-        room: elements that will be wanted later, so that the memory need not move then."""
+    def view(self, role, shape, like):
+        """A contiguous tensor in the memory of `role`, dtype and device of `like`; not cleared."""
         size, flat = math.prod(shape), self.flat.pop(role, None)
         kind = like.dtype, like.device
         if flat is None or len(flat) < size or (flat.dtype, flat.device) != kind:
             flat = None  # the old memory goes first: never both
-            flat = torch.empty(max(size, room), dtype=like.dtype, device=like.device)
+            flat = like.new_empty(size)
         self.flat[role] = flat
         return flat[:size].view(shape)
 
@@ -1171,8 +1118,7 @@ def exchange(role, parts, p):
     for a, b, part in parts:
         if send is None:  # alone, a rank needs no second buffer to send to itself
             shape = (p.C, p.s, *part.shape[2:])
-            most = p.s * p.recipe.stage_heads(p.config, p.C) * shape[-1]  # queries: s U d
-            send = p.buffers.view("send" if p.C > 1 else role, shape, part, p.C > 1 and most)
+            send = p.buffers.view("send" if p.C > 1 else role, shape, part)
         send[:, a:b] = part.transpose(0, 1)
     out = p.buffers.view(role, shape, send) if p.C > 1 else None
     return all_to_all(send, p.recipe.group, out).flatten(0, 1)
@@ -1217,6 +1163,8 @@ def attention_forward(x, w, p):
     H, d = p.config.n_heads, p.config.head_dim
     o = x.new_empty(p.s, p.C, H // p.C, d)
     lse = x.new_empty(H // p.C, p.C * p.s, dtype=p.rope.dtype)
+    if p.C > 1:  # queries are the most that is sent: with room for them, the buffer never moves
+        p.buffers.view("send", (p.s, p.recipe.stage_heads(p.config, p.C), d), x)
     for kv, queries in schedule(p):
         k, v = load("k", kv, x, w, p), load("v", kv, x, w, p)
         for stage in queries:
@@ -1312,40 +1260,34 @@ class LeanBlock(torch.autograd.Function):
     the backward pass FSDP gathers the block again, into the same tensors, before it calls this."""
 
     @staticmethod
-    def forward(ctx, x, p, index, *weights):
-        ctx.p, ctx.index, ctx.kept = p, index, []
-        p.kept.append(ctx.kept)
+    def forward(ctx, x, box, p, index, *weights):
+        ctx.box, ctx.p, ctx.index, ctx.kept = box, p, index, []
         ctx.save_for_backward(*weights)
-        return lean_forward(x, Weights.of(weights), p, lambda *tensors: keep(p, ctx.kept, *tensors))
+        return lean_forward(x, Weights.of(weights), p,
+                            lambda *tensors: ctx.kept.extend(keep(p, *tensors)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, _):
         p, w = ctx.p, Weights.of(ctx.saved_tensors)
-        x_needed, _, _, *needed = ctx.needs_input_grad
-        needed = Weights.of(needed)
+        x_needed, needed = ctx.needs_input_grad[0], Weights.of(ctx.needs_input_grad[4:])
         attention_needed = x_needed or any(needed.qkv)
-        x, o, lse = take_kept(ctx.kept)
+        x, o, lse = take_kept(ctx)
         x, x_rows = (x, rows(x, p.tile)) if p.recipe.stream else whole_and_rows(x, p.tile)
         o, o_rows = whole_and_rows(o, p.tile)
         lse = lse.fetch() if p.recipe.offload else lse
-        dh, dw_qkv = own(dy), [None] * len(w.qkv)
+        dh, dx, dw_qkv = ctx.box.pop(), None, [None] * len(w.qkv)
 
         dw_wo, dw_mlp = mlp_backward(x_rows, o_rows, dh, attention_needed, w, needed, p)  # (a)
         if attention_needed:
-            dh_kept = dh
             if p.recipe.stream:
-                dh_kept = p.store.park(dh)
+                parked = p.store.park(dh)
                 p.store.wait_for_copies()
-                release(dh)
-            dk, dv = attention_backward(x, o, lse, dh_kept, w.wo, w.qkv, p)  # (b)
-            if p.recipe.stream:
-                release(dh, size=dh.nbytes)
-        prefetch_before(p, ctx.kept, p.tile)
-        if attention_needed:
-            dw_qkv = project_backward(x, o, dk, dv, dh_kept, dh, w.qkv, x_needed, needed.qkv, p)
+                dh = parked
+            dk, dv = attention_backward(x, o, lse, dh, w.wo, w.qkv, p)  # (b)
+            dx, *dw_qkv = project_backward(x, o, dk, dv, dh, w.qkv, x_needed, needed.qkv, p)  # (c)
         p.progress(ctx.index, "backward")
-        return dh if x_needed else None, None, None, *dw_qkv, dw_wo, *dw_mlp
+        return dx, None, None, None, *dw_qkv, dw_wo, *dw_mlp
 
 
 def mlp_backward(x_rows, o_rows, dh, dh_needed, w, needed, p):
@@ -1366,18 +1308,19 @@ def mlp_backward(x_rows, o_rows, dh, dh_needed, w, needed, p):
     return *dwo.done(), dmlp.done()
 
 
-def project_backward(x, dq, dk, dv, dh, dx, w, x_needed, needed, p):
-    """(c) Back through norm and projections: dx = dh + their part, in dh's memory if dx is dh.
-    Returns the gradients of w, the QKV."""
+def project_backward(x, dq, dk, dv, dh, w, x_needed, needed, p):
+    """(c) Back through norm and projections: dx = dh + their part, in dh's memory if it is on the
+    device. Returns dx or None, and the gradients of w, the QKV."""
     dw = WeightGrads(w, needed)
-    for (a, b, x_t), (_, _, dh_t) in zip(rows(x, p.tile), rows(dh, p.tile)):
+    dx, dh_rows = whole_and_rows(dh, p.tile) if x_needed else (None, rows(dh, p.tile))
+    for (a, b, x_t), (_, _, dh_t) in zip(rows(x, p.tile), dh_rows):
         project = lambda x_t, *w: qkv_heads(x_t, QKV(*w), p.rope[a:b], p.config)
         dx_t, *grads = tile_grads(project, (x_t, *w), (x_needed, *needed),
                                   (dq[a:b], dk[a:b], dv[a:b]))
         dw.add(grads)
         if x_needed:
             dx[a:b] = dh_t + dx_t
-    return dw.done()
+    return dx, *dw.done()
 
 
 # 10. What is legal --------------------------------------------------------------------------------

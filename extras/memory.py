@@ -39,7 +39,7 @@ BETWEEN_STEPS = ("parameters", "gradients", "optimizer")  # kinds that stay from
 KINDS = dict(
     view="stage buffers", attention_forward="attention output", attention_backward="dk and dv",
     lean_forward="residual stream", fetch="residual stream", backward="residual gradient",
-    own="residual gradient", rotary="rotary tables", token_losses="logits tile",
+    rotary="rotary tables", token_losses="logits tile",
     logits="logits tile", __init__="weight gradients", done="weight gradients",
     flash_forward="kernel outputs", flash_backward="kernel outputs", slab="parked",
     **dict.fromkeys(("rows", "load", "collect", "output_gradient", "heads", "add_mlp",
