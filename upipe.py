@@ -28,17 +28,13 @@ Contents, in the order in which the memory runs out:
 
 Words: a *stage* is heads, a *tile* is tokens, a *segment* is blocks, a *slab* is host memory;
 *park* and *fetch* move a tensor to the host and back. A gradient is d + name (dq); lse is the
-log-sum-exp of the scores.
-
-Not here: FSDP (a paragraph in part 2; it is torch's `fully_shard`, applied in train.py), dropout, a
-key/value cache, attention that is not causal, more than one sequence per call (accumulate
-gradients, add data-parallel ranks, or pack documents into one sequence).
+log-sum-exp of the scores. Not here: FSDP (it is torch's `fully_shard`, applied in train.py),
+dropout, a key/value cache, attention that is not causal, more than one sequence per call.
 
 Read beside it: DeepSpeed Ulysses, arXiv 2309.14509; Untied Ulysses (UPipe), arXiv 2602.21196; ALST
 (sequence tiling), arXiv 2506.13996; FlashAttention-2, arXiv 2307.08691; sublinear memory, arXiv
 1604.06174; rematerialisation-aware checkpointing, arXiv 2310.03294.
 """
-import hashlib
 import math
 import mmap
 import weakref
@@ -268,13 +264,13 @@ def add_mlp(h, w, config):  # h + SwiGLU(norm(h)), [t, D] -> [t, D]
     return h + F.linear(F.silu(F.linear(n, w.gate)) * F.linear(n, w.up), w.down)
 
 
-def logits(x, _, norm, head, config):  # [t, D] -> [t, V]; in at least float32: softmax is next
+def logits(x, norm, head, config):  # [t, D] -> [t, V]; in at least float32: softmax is next
     y = F.linear(rms_norm(x, norm, config.norm_eps), head)
     return y.to(torch.promote_types(y.dtype, torch.float32))
 
 
 def token_losses(x, labels, norm, head, config):  # [t, D], [t] -> [t]; 0 for an ignored label
-    return F.cross_entropy(logits(x, None, norm, head, config), labels, ignore_index=IGNORE,
+    return F.cross_entropy(logits(x, norm, head, config), labels, ignore_index=IGNORE,
                            reduction="none")
 
 
@@ -382,17 +378,15 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed=0):
         """Normal(0, 1/sqrt(D)), what a block adds to the residual stream 1/sqrt(2L) of that; norms
-        are 1. A parameter depends on (seed, its name) alone, whatever the number of ranks: each
-        rank draws all of it and keeps its shard, one matrix at a time."""
+        are 1. The same on any number of ranks: each one draws all, one matrix after another, and
+        keeps its shards."""
+        generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() == 1:
                 weight.fill_(1)
                 continue
             added = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = (self.config.dim * (2 * self.config.n_layers if added else 1)) ** -0.5
-            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            generator = torch.Generator(weight.device).manual_seed(
-                int.from_bytes(digest[:7], "big"))
             whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             whole.normal_(0, std, generator=generator)
             if isinstance(weight, DTensor):  # cut out this rank's shard; None: nothing is sent
@@ -427,8 +421,8 @@ class GPT(nn.Module):
     def logits(self, tokens, recipe, docs=None):
         """[s] -> [s, V] in at least float32. (FSDP: register_fsdp_forward_method.)"""
         p = self._start(tokens, recipe, docs)
-        return self._run(tokens, p, lambda x, head: tiled(
-            logits, p, x, None, self.norm.weight, head))
+        return self._run(tokens, p, lambda x, head: logits(
+            x, self.norm.weight, head, self.config))
 
     def _start(self, tokens, recipe, docs):
         C, s = group_size(recipe.group), len(tokens)
@@ -449,8 +443,10 @@ class GPT(nn.Module):
     def _losses(self, tokens, labels, p):  # [s], [s] -> [s]
         # A tile of logits is V wide where the MLP is F wide: make it as much shorter.
         tile = min(p.tile, max(1, p.tile * self.config.ffn_dim // self.config.vocab_size))
-        return self._run(tokens, p, lambda x, head: tiled(
-            token_losses, p, x, labels, self.norm.weight, head, tile=tile))
+        def losses(x, head):
+            inputs = x, labels, self.norm.weight, head, self.config
+            return TiledLosses.apply(*inputs, tile) if p.recipe.tile else token_losses(*inputs)
+        return self._run(tokens, p, losses)
 
     def _run(self, tokens, p, head):  # [s] -> what head(x, weight) makes of [s, D]
         x = self.embed_tokens(F.embedding, tokens)
@@ -494,6 +490,11 @@ class Mask(NamedTuple):
     """Which keys a query sees: those of its own document, up to its own place."""
     edges: Optional[torch.Tensor] = None  # int32 [documents + 1], from 0 to S; None: one document
 
+    def documents(self):
+        """Each document's tokens, as slices."""
+        edges = [None, None] if self.edges is None else self.edges.tolist()
+        return [slice(a, b) for a, b in zip(edges, edges[1:])]
+
 
 class Kernel(NamedTuple):
     """A pair. q, o [S, u, d] and k, v [S, n, d] are contiguous, n divides u, lse is [u, S]."""
@@ -508,6 +509,7 @@ def aten_kernel(forward, backward):
     u/n query heads; the gradients of the repetitions are summed."""
     batched = lambda x, n: x.unflatten(1, (n, -1)).permute(1, 2, 0, 3)  # [n, u/n, S, d]
     packed = lambda x: x.permute(2, 0, 1, 3).flatten(1, 2).contiguous()  # and back; n = 1: no copy
+    joined = lambda parts, dim=0: parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def one_forward(q, k, v):
         q, k, v = (batched(x, k.shape[1]) for x in (q, k, v))
@@ -523,19 +525,13 @@ def aten_kernel(forward, backward):
         return packed(dq), packed(dk), packed(dv)
 
     def all_forward(q, k, v, mask):
-        if mask.edges is None:
-            return one_forward(q, k, v)
-        edges = mask.edges.tolist()
-        parts = [one_forward(q[a:b], k[a:b], v[a:b]) for a, b in zip(edges, edges[1:])]
-        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
+        o, lse = zip(*(one_forward(q[i], k[i], v[i]) for i in mask.documents()))
+        return joined(o), joined(lse, dim=1)
 
     def all_backward(do, q, k, v, o, lse, mask):
-        if mask.edges is None:
-            return one_backward(do, q, k, v, o, lse)
-        edges = mask.edges.tolist()
-        parts = [one_backward(*(x[a:b] for x in (do, q, k, v, o)), lse[:, a:b])
-                 for a, b in zip(edges, edges[1:])]
-        return [torch.cat(grads) for grads in zip(*parts)]
+        grads = (one_backward(*(x[i] for x in (do, q, k, v, o)), lse[:, i])
+                 for i in mask.documents())
+        return [joined(parts) for parts in zip(*grads)]
 
     return Kernel(all_forward, all_backward)
 
@@ -967,44 +963,29 @@ def run_segment(x, p, blocks):
 # just one gradient per weight and pass.
 
 
-class Tiled(torch.autograd.Function):
-    """fn(x, extra, *weights, config), tile by tile. Keeps x, not what fn computes on its way."""
+class TiledLosses(torch.autograd.Function):
+    """token_losses, tile by tile. Keeps x and labels, never the logits."""
 
     @staticmethod
-    def forward(ctx, fn, config, tile, x, extra, *weights):
-        ctx.fn, ctx.config, ctx.tile = fn, config, tile
-        ctx.save_for_backward(x, extra, *weights)
-        y = None
-        for a, b, x_t in rows(x, tile):
-            y_t = fn(x_t, cut(extra, a, b), *weights, config)
-            y = y_t.new_empty(len(x), *y_t.shape[1:]) if y is None else y
-            y[a:b] = y_t
-        return y
+    def forward(ctx, x, labels, norm, head, config, tile):
+        ctx.config, ctx.tile = config, tile
+        ctx.save_for_backward(x, labels, norm, head)
+        return torch.cat([token_losses(x_t, labels[a:b], norm, head, config)
+                          for a, b, x_t in rows(x, tile)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x, extra, *weights), needed = ctx.saved_tensors, ctx.needs_input_grad
-        needed = needed[3], *needed[5:]  # x, and each weight
-        dx, dw = torch.empty_like(x) if needed[0] else None, WeightGrads(weights, needed[1:])
+        x, labels, *weights = ctx.saved_tensors
+        x_needed, _, *needed, _, _ = ctx.needs_input_grad
+        dx, dw = torch.empty_like(x) if x_needed else None, WeightGrads(weights, needed)
         for a, b, x_t in rows(x, ctx.tile):
-            fn = lambda x_t, *weights: ctx.fn(x_t, cut(extra, a, b), *weights, ctx.config)
-            dx_t, *grads = tile_grads(fn, (x_t, *weights), needed, dy[a:b])
+            losses = lambda x_t, *w: token_losses(x_t, labels[a:b], *w, ctx.config)
+            dx_t, *grads = tile_grads(losses, (x_t, *weights), (x_needed, *needed), dy[a:b])
             dw.add(grads)
-            if needed[0]:
+            if x_needed:
                 dx[a:b] = dx_t
-        return None, None, None, dx, None, *dw.done()
-
-
-def tiled(fn, p, x, extra, *weights, tile=None):
-    """fn(x, extra, *weights, config), in tiles if the recipe says so. x, extra [s, ...]."""
-    if p.recipe.tile == 0:
-        return fn(x, extra, *weights, p.config)
-    return Tiled.apply(fn, p.config, tile or p.tile, x, extra, *weights)
-
-
-def cut(x, a, b):
-    return None if x is None else x[a:b]
+        return dx, None, *dw.done(), None, None
 
 
 def tile_grads(fn, inputs, needed, dy):
@@ -1144,7 +1125,8 @@ def load(role, own_heads, x, w, p):
     def parts():
         for a, b, x_t in rows(x, p.tile):
             n = rms_norm(x_t, w.norm, p.config.norm_eps)
-            y = heads(n, weight, head_norm, cut(rope, a, b), p.config)  # [t, D] -> [t, ranks*n, d]
+            turn = None if rope is None else rope[a:b]
+            y = heads(n, weight, head_norm, turn, p.config)  # [t, D] -> [t, ranks*n, d]
             yield a, b, by_rank(y, p.C)
 
     return exchange(role, parts(), p)
@@ -1331,35 +1313,33 @@ def check_recipe(recipe, config, C):
 
     It looks at numbers alone: nothing is sent, and all ranks come to the same answer."""
     r, H, K, U = recipe, config.n_heads, config.n_kv_heads, recipe.stage_heads(config, C)
-
-    def need(ok, message):
-        if not ok:
+    ranks, stage_heads = legal_ranks(H, K), legal_stage_heads(H, K, C)
+    rules = [
+        (r.attention in ("plain", "ulysses", "upipe"),
+         f"attention={r.attention!r} is unknown: use 'plain', 'ulysses' or 'upipe'"),
+        (r.attention != "plain" or C == 1,
+         f"attention='plain' runs on one rank, not {C}: use 'ulysses' or 'upipe'"),
+        (r.heads_per_stage == 0 or r.attention == "upipe",
+         f"heads_per_stage={r.heads_per_stage} needs attention='upipe'"),
+        (r.checkpoint >= 0,
+         f"checkpoint={r.checkpoint} must be 0 (off) or the number of blocks in a segment"),
+        (r.tile >= 0, f"tile={r.tile} must be 0 (off) or a number of tokens"),
+        *((r.checkpoint or not on, f"{name} needs checkpoint >= 1, not 0, the textbook's block")
+          for name, on in (("attention='upipe'", r.attention == "upipe"),
+                           (f"tile={r.tile}", r.tile), ("offload", r.offload))),
+        (not r.keep_attention or r.checkpoint == 1, "keep_attention needs checkpoint=1, not"
+         f" {r.checkpoint}: longer segments run attention again"),
+        (not r.stream or r.offload, "stream needs offload: it reads what offload has parked"),
+        (r.kernel == "auto" or r.kernel in KERNELS,
+         f"kernel={r.kernel!r} is unknown: use 'auto', {', '.join(sorted(KERNELS))}"),
+        (C in ranks, f"{C} ranks cannot share n_heads={H}, n_kv_heads={K}: their number must"
+         f" divide H, and divide K or be a multiple of it (legal: {ranks})"),
+        (U in stage_heads, f"heads_per_stage={U} is not possible with n_heads={H}, n_kv_heads={K}"
+         f" on {C} ranks: a stage takes part of the queries of one kv head per rank, or all of"
+         f" several (legal: {stage_heads})")]
+    for holds, message in rules:
+        if not holds:
             raise BadInput(message)
-
-    need(r.attention in ("plain", "ulysses", "upipe"),
-         f"attention={r.attention!r} is unknown: use 'plain', 'ulysses' or 'upipe'")
-    need(r.attention != "plain" or C == 1,
-         f"attention='plain' runs on one rank, not {C}: use 'ulysses' or 'upipe'")
-    need(r.heads_per_stage == 0 or r.attention == "upipe",
-         f"heads_per_stage={r.heads_per_stage} needs attention='upipe'")
-    need(r.checkpoint >= 0,
-         f"checkpoint={r.checkpoint} must be 0 (off) or the number of blocks in a segment")
-    need(r.tile >= 0, f"tile={r.tile} must be 0 (off) or a number of tokens")
-    for name, on in (("attention='upipe'", r.attention == "upipe"), (f"tile={r.tile}", r.tile),
-                     ("offload", r.offload)):
-        need(r.checkpoint or not on, f"{name} needs checkpoint >= 1, not 0, the textbook's block")
-    need(not r.keep_attention or r.checkpoint == 1, "keep_attention needs checkpoint=1, not"
-         f" {r.checkpoint}: longer segments run attention again")
-    need(not r.stream or r.offload, "stream needs offload: it reads what offload has parked")
-    need(r.kernel == "auto" or r.kernel in KERNELS,
-         f"kernel={r.kernel!r} is unknown: use 'auto', {', '.join(sorted(KERNELS))}")
-    need(C in legal_ranks(H, K), f"{C} ranks cannot share n_heads={H}, n_kv_heads={K}: their number"
-         " must divide H, and divide K or be a multiple of it (legal:"
-         f" {', '.join(map(str, legal_ranks(H, K)))})")
-    legal = legal_stage_heads(H, K, C)
-    need(U in legal, f"heads_per_stage={U} is not possible with n_heads={H}, n_kv_heads={K} on {C}"
-         " ranks: a stage takes part of the queries of one kv head per rank, or all of several"
-         f" (legal: {', '.join(map(str, legal))})")
 
 
 def legal_ranks(H, K):
