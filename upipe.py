@@ -8,11 +8,12 @@ fits on eight 80 GB GPUs. Nothing is approximated: every recipe gives plain atte
 Symbols, used in every shape comment (small letters are one rank's part):
     S  tokens in the whole sequence   C  ranks that share it        s = S/C  tokens on one rank
     D  model width   L  layers        H, K  query, key/value heads  G = H/K  d  size of one head
-    U  query heads in one stage, over all ranks: u = U/C a rank     V  vocabulary  F  MLP width
-    t  tokens in one tile             n  kv heads that a stage reads
+    U  query heads in one stage, over all ranks: u = U/P a rank     V  vocabulary  F  MLP width
+    P  ranks that exchange heads, P = C until part 11               t  tokens in one tile
+    n  kv heads that a stage reads
 There is no batch dimension: at these lengths the batch is one sequence. Activations are [s, D],
 heads [S, u, d]. `p` is the Pass: all that a block knows beside x and weights. `group` is the torch
-ProcessGroup of the C ranks.
+ProcessGroup of those ranks.
 
 Contents, in the order in which the memory runs out:
     1. Config and recipe     every size and every switch
@@ -25,6 +26,7 @@ Contents, in the order in which the memory runs out:
     8. UPipe                 walk the heads in stages that reuse the same buffers
     9. The lean block        all of it together, with a backward pass written by hand
    10. What is legal         which ranks, heads and switches go together
+   11. A ring outside        more ranks than heads: keys and values travel
 
 Words: a *stage* is heads, a *tile* is tokens, a *segment* is blocks, a *slab* is host memory;
 *park* and *fetch* move a tensor to the host and back. A gradient is d + name (dq); lse is the
@@ -116,11 +118,13 @@ class Recipe:
     stream: bool = False          # with offload: backward reads x and dy from there, tile by tile
     tile: int = 0                 # tokens per tile in all that works token by token; 0 = no tiles
     kernel: str = "auto"          # a name in KERNELS; "auto" = by device and dtype
+    ring: int = 1                 # R: of C = R P ranks, P exchange heads, R pass k and v round
     group: Any = None             # ProcessGroup of the C ranks; None = the default one, or one rank
+    subgroups: Any = None         # with a ring: this rank's ProcessGroups of P and of R ranks
 
-    def stage_heads(self, config, C):
-        """U, the query heads of one stage over all C ranks."""
-        return (self.heads_per_stage or C) if self.attention == "upipe" else config.n_heads
+    def stage_heads(self, config, P):
+        """U, the query heads of one stage over all P ranks that exchange heads."""
+        return (self.heads_per_stage or P) if self.attention == "upipe" else config.n_heads
 
     def check(self, config, C=None):
         """Raise BadInput unless `config` can run this recipe on C ranks (part 10)."""
@@ -132,17 +136,17 @@ def group_size(group):
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
-def shard(tokens, labels, group=None):
-    """This rank's slice of one sequence: tokens, labels [S] int64 -> [s], s = ceil(S/C) everywhere.
+def shard(tokens, labels, group=None, ring=1):
+    """This rank's part of one sequence: tokens, labels [S] int64 -> [s], the same s everywhere.
 
     labels[i] is what position i must predict. The shift by one is done on the whole sequence,
     before this split: inside a shard, the first token of the next one would be lost. The end is
     padded with ignored labels; attention is causal, so no real token ever sees the padding."""
     C = group_size(group)
-    rank = dist.get_rank(group) if C > 1 else 0
-    s = -(-len(tokens) // C)
-    pad, own_part = (0, s * C - len(tokens)), slice(rank * s, (rank + 1) * s)
-    return F.pad(tokens, pad)[own_part], F.pad(labels, pad, value=IGNORE)[own_part]
+    rank, s = dist.get_rank(group) if C > 1 else 0, tokens_on_rank(len(tokens), C, ring)
+    pad, spans = (0, s * C - len(tokens)), token_spans(s, C, ring, rank)
+    tokens, labels = F.pad(tokens, pad), F.pad(labels, pad, value=IGNORE)
+    return tuple(torch.cat([x[a:b] for a, b in spans]) for x in (tokens, labels))
 
 
 def span(name):
@@ -344,8 +348,10 @@ class Pass:
     """One forward pass and its backward pass."""
     config: GPTConfig
     recipe: Recipe
-    C: int                         # ranks in the group
-    s: int                         # tokens on this rank; S = C s
+    P: int                         # ranks that exchange heads
+    heads: Any                     # their ProcessGroup
+    ring: Optional["Ring"]         # part 11
+    s: int                         # tokens on this rank
     rope: torch.Tensor             # [s, 2, d/2]
     mask: "Mask"                   # which keys a query sees
     buffers: "StageBuffers"
@@ -409,7 +415,7 @@ class GPT(nn.Module):
         p = self._start(tokens, recipe, docs)
         if total is None:
             total = (labels != IGNORE).sum()
-            if p.C > 1:
+            if group_size(recipe.group) > 1:
                 dist.all_reduce(total, group=recipe.group)
         total = torch.as_tensor(total).clamp(min=1)  # no label anywhere: loss 0, gradients 0
         return self._losses(tokens, labels, p).sum() / total
@@ -425,20 +431,27 @@ class GPT(nn.Module):
             x, self.norm.weight, head, self.config))
 
     def _start(self, tokens, recipe, docs):
-        C, s = group_size(recipe.group), len(tokens)
+        C, s, R = group_size(recipe.group), len(tokens), recipe.ring
         recipe.check(self.config, C)
-        if tokens.dim() != 1 or s == 0:
-            raise BadInput(f"tokens {tuple(tokens.shape)} must be [s], one sequence, not empty")
-        positions = torch.arange(s, device=tokens.device)
-        if C > 1:
-            positions += s * dist.get_rank(recipe.group)
-        edges = None
+        if tokens.dim() != 1 or s == 0 or R > 1 and s % 2:
+            raise BadInput(f"tokens {tuple(tokens.shape)} must be [s], one sequence, not empty, and"
+                           " with a ring s must be even: see shard()")
+        device, rank = tokens.device, dist.get_rank(recipe.group) if C > 1 else 0
+        places = [torch.arange(a, b, device=device) for a, b in token_spans(s, C, R, rank)]
+        positions, edges, ring, heads = torch.cat(places), None, None, recipe.group
         if docs is not None:
-            edges = document_edges(docs, C * s).to(tokens.device)
-            positions -= edges[torch.searchsorted(edges, positions, right=True) - 1]
+            edges = document_edges(docs, C * s)
+            starts = edges.to(device)
+            positions -= starts[torch.searchsorted(starts, positions, right=True) - 1]
+        if R > 1:
+            heads, group = recipe.subgroups
+            r = dist.get_rank(group)
+            ring = Ring(group, r, R, ring_steps(r, R, s * C // (2 * R), edges))
+        mask = ring.steps[0][2] if ring else Mask(edges)
         dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
-        return Pass(self.config, recipe, C, s, rotary(self.config, positions, dtype), Mask(edges),
-                    self.stage_buffers, self.store, self.progress)
+        rope = rotary(self.config, positions, dtype)
+        return Pass(self.config, recipe, C // R, heads, ring, s, rope, mask, self.stage_buffers,
+                    self.store, self.progress)
 
     def _losses(self, tokens, labels, p):  # [s], [s] -> [s]
         # A tile of logits is V wide where the MLP is F wide: make it as much shorter.
@@ -487,8 +500,9 @@ def document_edges(starts, S):
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: those of its own document, up to its own place."""
+    """Which keys a query sees: those of its own document, up to its own place; or all."""
     edges: Optional[torch.Tensor] = None  # int32 [documents + 1], from 0 to S; None: one document
+    causal: bool = True                   # False: every query sees every key (edges: None)
 
     def documents(self):
         """Each document's tokens, as slices."""
@@ -511,25 +525,27 @@ def aten_kernel(forward, backward):
     packed = lambda x: x.permute(2, 0, 1, 3).flatten(1, 2).contiguous()  # and back; n = 1: no copy
     joined = lambda parts, dim=0: parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def one_forward(q, k, v):
+    repeated = lambda x, q: x.expand(-1, q.shape[1], -1, -1)
+
+    def one_forward(q, k, v, causal):
         q, k, v = (batched(x, k.shape[1]) for x in (q, k, v))
-        o, lse = forward(q, k.expand_as(q), v.expand_as(q))[:2]
+        o, lse = forward(q, repeated(k, q), repeated(v, q), causal)[:2]
         return packed(o), lse.flatten(0, 1)
 
-    def one_backward(do, q, k, v, o, lse):
+    def one_backward(do, q, k, v, o, lse, causal):
         lse = lse.unflatten(0, (k.shape[1], -1))
         do, q, k, v, o = (batched(x, k.shape[1]) for x in (do, q, k, v, o))
-        dq, dk, dv = backward(do, q, k.expand_as(q), v.expand_as(q), o, lse)
+        dq, dk, dv = backward(do, q, repeated(k, q), repeated(v, q), o, lse, causal)
         if dk.shape[1] > 1:
             dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
         return packed(dq), packed(dk), packed(dv)
 
     def all_forward(q, k, v, mask):
-        o, lse = zip(*(one_forward(q[i], k[i], v[i]) for i in mask.documents()))
+        o, lse = zip(*(one_forward(q[i], k[i], v[i], mask.causal) for i in mask.documents()))
         return joined(o), joined(lse, dim=1)
 
     def all_backward(do, q, k, v, o, lse, mask):
-        grads = (one_backward(*(x[i] for x in (do, q, k, v, o)), lse[:, i])
+        grads = (one_backward(*(x[i] for x in (do, q, k, v, o)), lse[:, i], mask.causal)
                  for i in mask.documents())
         return [joined(parts) for parts in zip(*grads)]
 
@@ -540,7 +556,7 @@ def torch_forward(q, k, v, mask):
     edges = mask.edges
     one = (lambda x: x[None]) if edges is None else (lambda x: x)  # documents have no batch
     o, lse, *_ = aten._flash_attention_forward(one(q), one(k), one(v), edges, edges, len(q),
-                                               len(q), 0.0, True, False)
+                                               len(k), 0.0, mask.causal, False)
     return o.view_as(q), lse.view(q.shape[1], len(q))
 
 
@@ -549,15 +565,15 @@ def torch_backward(do, q, k, v, o, lse, mask):
     one = (lambda x: x[None]) if edges is None else (lambda x: x)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: it is never read
     grads = aten._flash_attention_backward(*map(one, (do, q, k, v, o, lse)), edges, edges,
-                                           len(q), len(q), 0.0, True, seed, seed)
+                                           len(q), len(k), 0.0, mask.causal, seed, seed)
     return [grad.view_as(x) for grad, x in zip(grads, (q, k, v))]
 
 
 aten = torch.ops.aten
 KERNELS = {  # extras/kernels.py adds others
     "cpu": aten_kernel(
-        lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
-        lambda *x: aten._scaled_dot_product_flash_attention_for_cpu_backward(*x, 0.0, True)),
+        lambda *x: aten._scaled_dot_product_flash_attention_for_cpu(*x[:3], 0.0, x[3]),
+        lambda *x: aten._scaled_dot_product_flash_attention_for_cpu_backward(*x[:6], 0.0, x[6])),
     "torch": Kernel(torch_forward, torch_backward),
 }
 
@@ -583,8 +599,19 @@ def flash_forward(q, k, v, kernel="auto", mask=Mask()):
 
 def flash_backward(do, q, k, v, o, lse, kernel="auto", mask=Mask()):
     """dq [S, u, d], dk, dv [S, n, d] of flash_forward, from do, its inputs and its outputs."""
-    do, q, k, v, o = (x.contiguous() for x in (do, q, k, v, o))
-    return pick_kernel(kernel, q).backward(do, q, k, v, o, lse, mask)
+    tensors = (x.contiguous() for x in (do, q, k, v, o, lse))
+    return pick_kernel(kernel, q).backward(*tensors, mask)
+
+
+def attend(q, k, v, p):
+    """What a stage asks of its kernel; with a ring, of the kernels of the ring (part 11)."""
+    return ring_forward(q, k, v, p) if p.ring else flash_forward(q, k, v, p.recipe.kernel, p.mask)
+
+
+def attend_backward(do, q, k, v, o, lse, p):
+    if p.ring:
+        return ring_backward(do, q, k, v, o, lse, p)
+    return flash_backward(do, q, k, v, o, lse, p.recipe.kernel, p.mask)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -592,39 +619,39 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, p):
-        ctx.how = p.recipe.kernel, p.mask
-        o, lse = flash_forward(q, k, v, *ctx.how)
+        ctx.p = p
+        o, lse = attend(q, k, v, p)
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
     @staticmethod
     def backward(ctx, do):
-        return *flash_backward(do, *ctx.saved_tensors, *ctx.how), None
+        return *attend_backward(do, *ctx.saved_tensors, ctx.p), None
 
 
 # 4. Ulysses ---------------------------------------------------------------------------------------
 #
 # Split the sequence: rank r owns tokens r*s .. (r+1)*s - 1. Norms, projections and the MLP never
 # look at a neighbour; attention does. For the time of the attention, Ulysses gives each rank *all*
-# tokens of H/C heads, by one all-to-all:
+# tokens of H/P heads, by one all-to-all:
 #
 #                  my tokens, all heads                          all tokens, my heads
 #     tokens 0   | rank 0: heads 0  1  2  3 |   all-to-all   | rank 0: 0 1 | rank 1: 2 3 |  tokens 0
 #     tokens 1   | rank 1: heads 0  1  2  3 |    <------>    | rank 0: 0 1 | rank 1: 2 3 |  tokens 1
 #
-# Nothing is transposed on arrival: the send buffer is [C, s, u, d], destination first. It arrives
-# as [C, s, u, d], source first; and since sources own consecutive tokens, that *is* [S, u, d]. The
+# Nothing is transposed on arrival: the send buffer is [P, s, u, d], destination first. It arrives
+# as [P, s, u, d], source first; and since sources own consecutive tokens, that *is* [S, u, d]. The
 # way back is the same call, so each direction is the other's gradient.
 #
-# There are only K kv heads. If K >= C, each rank gets K/C of them. If K < C, C/K ranks share one:
+# There are only K kv heads. If K >= P, each rank gets K/P of them. If K < P, P/K ranks share one:
 # each gets a replica, and the replicas' gradients are summed on the way home.
 #
 # Activations fall by C: from 33 TiB to 4.1 TiB a rank at C = 8. It still does not nearly fit.
 
 
 def all_to_all(x, group=None, out=None):
-    """x [C, s, u, d], destination rank first -> the same shape, source rank first. Both contiguous:
-    gloo writes into a strided output without a complaint. Sends (C-1)/C of x's bytes."""
+    """x [P, s, u, d], destination rank first -> the same shape, source rank first. Both contiguous:
+    gloo writes into a strided output without a complaint. Sends (P-1)/P of x's bytes."""
     if x.shape[0] != group_size(group):
         raise BadInput(f"all_to_all of {x.shape[0]} parts needs one for each of the group's"
                        f" {group_size(group)} ranks")
@@ -651,30 +678,30 @@ class AllToAll(torch.autograd.Function):
 
 
 def seq_to_heads(x, group=None):
-    """From "my tokens, all heads" to "all tokens, my heads": [C, s, u, d], destination rank first
-    -> [S, u, d] in order. The gradient is heads_to_seq. Raises BadInput if x.shape[0] is not C.
+    """From "my tokens, all heads" to "all tokens, my heads": [P, s, u, d], destination rank first
+    -> [S, u, d] in order. The gradient is heads_to_seq. Raises BadInput if x.shape[0] is not P.
     Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3."""
     return AllToAll.apply(x, group).flatten(0, 1)
 
 
 def heads_to_seq(x, group=None):
-    """The way back: [S, u, d] -> [C, s, u, d], at index r my tokens of rank r's heads."""
+    """The way back: [S, u, d] -> [P, s, u, d], at index r my tokens of rank r's heads."""
     return AllToAll.apply(x.unflatten(0, (group_size(group), -1)), group)
 
 
-def by_rank(x, C):
-    """Heads by the rank that works on them: [t, n, d] -> [t, C, n/C, d]; if there are fewer than
-    ranks, each rank's replica: [t, C, 1, d]."""
-    ranks = min(C, x.shape[1])
-    return x.unflatten(1, (ranks, -1)).repeat_interleave(C // ranks, dim=1)
+def by_rank(x, P):
+    """Heads by the rank that works on them: [t, n, d] -> [t, P, n/P, d]; if there are fewer than
+    ranks, each rank's replica: [t, P, 1, d]."""
+    ranks = min(P, x.shape[1])
+    return x.unflatten(1, (ranks, -1)).repeat_interleave(P // ranks, dim=1)
 
 
 def ulysses_attention(q, k, v, p):
     """Attention over all heads at once, by autograd: q [s, H, d], k and v [s, K, d] -> [s, H, d].
-    With C = 1 nothing is sent, and it is the textbook's."""
-    q, k, v = (seq_to_heads(by_rank(y, p.C).transpose(0, 1), p.recipe.group) for y in (q, k, v))
-    o = FlashAttention.apply(q, k, v, p)  # [S, H/C, d], and k, v [S, max(1, K/C), d]
-    o = heads_to_seq(o, p.recipe.group)  # [S, H/C, d] -> [C, s, H/C, d]
+    With P = 1 nothing is sent, and it is the textbook's."""
+    q, k, v = (seq_to_heads(by_rank(y, p.P).transpose(0, 1), p.heads) for y in (q, k, v))
+    o = FlashAttention.apply(q, k, v, p)  # [S, H/P, d], and k, v [S, max(1, K/P), d]
+    o = heads_to_seq(o, p.heads)  # [S, H/P, d] -> [P, s, H/P, d]
     return o.transpose(0, 1).flatten(1, 2)  # -> [s, H, d]
 
 
@@ -1024,16 +1051,16 @@ class WeightGrads:
 
 # 8. UPipe -----------------------------------------------------------------------------------------
 #
-# What is left is attention. Ulysses holds q, k, v, o and their gradients for its H/C heads at once.
+# What is left is attention. Ulysses holds q, k, v, o and their gradients for its H/P heads at once.
 # At 5M, llama3-8b on 8 ranks, q, o, do and dq are 5 GiB each, k, v, dk and dv 1.25 each, and
 # buffers to send and the kernel's workspace come on top: 50 GiB at the backward kernel. But heads
 # know nothing of each other. UPipe ("Untied Ulysses", arXiv 2602.21196) takes U of them at a time,
 # a *stage*: project, all-to-all, attend, all-to-all; and the next stage writes over the same
-# buffers. With U = C a rank works on one head: 1.25 GiB where it was 5, and no stage buffer grows
+# buffers. With U = P a rank works on one head: 1.25 GiB where it was 5, and no stage buffer grows
 # with H any more. On one rank, where nothing is sent, it is this:
 #
 #     def upipe(n, wq, wk, wv, o):            # n [S, D], normed -> fills o [S, H, d]
-#         for kv, queries in stages(H, K, C=1, U=u):
+#         for kv, queries in stages(H, K, P=1, U=u):
 #             k = heads(n, wk[kv])            # [S, n, d]; the weights as [heads, d, D]
 #             v = heads(n, wv[kv])
 #             for stage in queries:           # q, out: the next stage writes over both
@@ -1041,13 +1068,13 @@ class WeightGrads:
 #                 out = attention(q, k, v)
 #                 o[:, stage] = out
 #
-# Grouped queries fix the order. Rank r owns query heads r*H/C .. and the kv heads they read. It
+# Grouped queries fix the order. Rank r owns query heads r*H/P .. and the kv heads they read. It
 # loads kv heads once, walks the query heads that read them, adds up dk and dv on the way and sends
 # them home once. The query heads of a stage are hence not neighbours in wq: each rank contributes
 # the next of its own. Query head i reads kv head i // G, always. (The paper's code pairs them by
 # their place in the stage: harmless from a random start, silently wrong for released weights.)
 #
-# With ranks, one block's attention for C = 2, H = 8, K = 2, U = 4, as rank 0 sees it (u = 2, and
+# With ranks, one block's attention for P = 2, H = 8, K = 2, U = 4, as rank 0 sees it (u = 2, and
 # rank 0 works on query heads 0 to 3, which read kv head 0):
 #
 #     x [s, D]    k: project heads 0 | 1: [s, 2, 1, d] -> all-to-all -> [S, 1, d]; v likewise
@@ -1057,16 +1084,16 @@ class WeightGrads:
 #     stage 1     the same for heads 2 3 | 6 7, in the same buffers        -> o [s, 8, d] is full
 
 
-def stages(H, K, C, U):
+def stages(H, K, P, U):
     """One rank's schedule: [(kv heads to load, [query heads of a stage, ...]), ...], slices of the
-    rank's own heads. On rank r, query head i is head r*H/C + i of the model; kv head j is r*K/C +
-    j, or with K < C, where it is a replica, r*K//C.
+    rank's own heads. On rank r, query head i is head r*H/P + i of the model; kv head j is r*K/P +
+    j, or with K < P, where it is a replica, r*K//P.
 
-    >>> stages(H=8, K=2, C=2, U=4)  # a rank has one kv head, four query heads, takes two at a time
+    >>> stages(H=8, K=2, P=2, U=4)  # a rank has one kv head, four query heads, takes two at a time
     [(slice(0, 1, None), [slice(0, 2, None), slice(2, 4, None)])]
     """
-    u, kv = U // C, max(1, K // C)  # query heads of a stage, kv heads of a rank
-    readers = H // C // kv          # query heads of this rank that read one kv head
+    u, kv = U // P, max(1, K // P)  # query heads of a stage, kv heads of a rank
+    readers = H // P // kv          # query heads of this rank that read one kv head
     n = max(1, u // readers)        # kv heads of one load
     return [(slice(j, j + n),
              [slice(i, i + u) for i in range(j * readers, (j + n) * readers, u)])
@@ -1093,24 +1120,24 @@ class StageBuffers:
 
 
 def exchange(role, parts, p):
-    """All-to-all of parts, which yields (a, b, [t, C, n, d]) -> [S, n, d] in the buffer of `role`.
+    """All-to-all of parts, which yields (a, b, [t, P, n, d]) -> [S, n, d] in the buffer of `role`.
     The one copy is here, where rows are sorted by destination; on arrival there is none."""
     send = None
     for a, b, part in parts:
         if send is None:  # alone, a rank needs no second buffer to send to itself
-            shape = (p.C, p.s, *part.shape[2:])
-            send = p.buffers.view("send" if p.C > 1 else role, shape, part)
+            shape = (p.P, p.s, *part.shape[2:])
+            send = p.buffers.view("send" if p.P > 1 else role, shape, part)
         send[:, a:b] = part.transpose(0, 1)
-    out = p.buffers.view(role, shape, send) if p.C > 1 else None
-    return all_to_all(send, p.recipe.group, out).flatten(0, 1)
+    out = p.buffers.view(role, shape, send) if p.P > 1 else None
+    return all_to_all(send, p.heads, out).flatten(0, 1)
 
 
 def send_home(x, p):
-    """The reverse: what a kernel made, [S, n, d] -> [s, C, n, d], my tokens by the rank that worked
+    """The reverse: what a kernel made, [S, n, d] -> [s, P, n, d], my tokens by the rank that worked
     on them. In the send buffer, which is free by now."""
-    x = x.unflatten(0, (p.C, p.s))
-    out = p.buffers.view("send", x.shape, x) if p.C > 1 else None
-    return all_to_all(x, p.recipe.group, out).transpose(0, 1)
+    x = x.unflatten(0, (p.P, p.s))
+    out = p.buffers.view("send", x.shape, x) if p.P > 1 else None
+    return all_to_all(x, p.heads, out).transpose(0, 1)
 
 
 def load(role, own_heads, x, w, p):
@@ -1119,7 +1146,7 @@ def load(role, own_heads, x, w, p):
     weight, head_norm, rope = dict(q=(w.wq, w.q_norm, p.rope), k=(w.wk, w.k_norm, p.rope),
                                    v=(w.wv, None, None))[role]
     d = p.config.head_dim
-    ranks = min(p.C, len(weight) // d)  # with fewer kv heads than ranks, only so many differ
+    ranks = min(p.P, len(weight) // d)  # with fewer kv heads than ranks, only so many differ
     weight = weight.view(ranks, -1, d, weight.shape[1])[:, own_heads].flatten(0, 2)
 
     def parts():
@@ -1127,33 +1154,33 @@ def load(role, own_heads, x, w, p):
             n = rms_norm(x_t, w.norm, p.config.norm_eps)
             turn = None if rope is None else rope[a:b]
             y = heads(n, weight, head_norm, turn, p.config)  # [t, D] -> [t, ranks*n, d]
-            yield a, b, by_rank(y, p.C)
+            yield a, b, by_rank(y, p.P)
 
     return exchange(role, parts(), p)
 
 
 def schedule(p):
     c = p.config
-    return stages(c.n_heads, c.n_kv_heads, p.C, p.recipe.stage_heads(c, p.C))
+    return stages(c.n_heads, c.n_kv_heads, p.P, p.recipe.stage_heads(c, p.P))
 
 
 def attention_forward(x, w, p):
-    """Attention in stages: x [s, D], w QKV -> o [s, H, d], lse [H/C, S] of this rank's heads.
+    """Attention in stages: x [s, D], w QKV -> o [s, H, d], lse [H/P, S] of this rank's heads.
 
     At its peak there are o and 7 stage buffers: send, q, k, v, the kernel's output, and o and do if
-    there was a backward pass before. Sends (2H + 2 max(K, C)) s d elements, for any U."""
+    there was a backward pass before. Sends (2H + 2 max(K, P)) s d elements, for any U."""
     H, d = p.config.n_heads, p.config.head_dim
-    o = x.new_empty(p.s, p.C, H // p.C, d)
-    lse = x.new_empty(H // p.C, p.C * p.s, dtype=p.rope.dtype)
-    if p.C > 1:  # queries are the most that is sent: with room for them, the buffer never moves
-        p.buffers.view("send", (p.s, p.recipe.stage_heads(p.config, p.C), d), x)
+    o = x.new_empty(p.s, p.P, H // p.P, d)
+    lse = x.new_empty(H // p.P, p.P * p.s, dtype=p.rope.dtype)
+    if p.P > 1:  # queries are the most that is sent: with room for them, the buffer never moves
+        p.buffers.view("send", (p.s, p.recipe.stage_heads(p.config, p.P), d), x)
     for kv, queries in schedule(p):
         k, v = load("k", kv, x, w, p), load("v", kv, x, w, p)
         for stage in queries:
             with span("stage"):
                 q = load("q", stage, x, w, p)
-                out, lse[stage] = flash_forward(q, k, v, p.recipe.kernel, p.mask)
-                o[:, :, stage] = send_home(out, p)  # [S, u, d] -> [s, C, u, d]
+                out, lse[stage] = attend(q, k, v, p)
+                o[:, :, stage] = send_home(out, p)  # [S, u, d] -> [s, P, u, d]
                 del out  # or it would be there beside the next stage's
     return o.flatten(1, 2), lse
 
@@ -1164,10 +1191,10 @@ def attention_backward(x, o, lse, dh, wo, w, p):
 
     q, k and v are projected again, and do is made of dh [s, D] as a stage needs it. At its peak
     there are dq, dk, dv and 11 stage buffers: send, q, k, v, o, do, the kernel's dq, dk, dv, the
-    sums of dk and dv. Sends (4H + 4 max(K, C)) s d elements. (The sums are in the kernel's dtype:
+    sums of dk and dv. Sends (4H + 4 max(K, P)) s d elements. (The sums are in the kernel's dtype:
     of 8 and 16 stages in bfloat16, dk and dv are off by 0.6% and 0.7%; float32 sums leave 0.5%.)"""
     K, d = p.config.n_kv_heads, p.config.head_dim
-    o = o.unflatten(1, (p.C, -1))  # [s, C, H/C, d]
+    o = o.unflatten(1, (p.P, -1))  # [s, P, H/P, d]
     dk, dv = (o.new_empty(p.s, K, d) for _ in range(2))
     for kv, queries in schedule(p):
         k, v = load("k", kv, x, w, p), load("v", kv, x, w, p)
@@ -1177,8 +1204,7 @@ def attention_backward(x, o, lse, dh, wo, w, p):
                 q = load("q", stage, x, w, p)
                 out = exchange("o", ((a, b, o_t[:, :, stage]) for a, b, o_t in rows(o, p.tile)), p)
                 do = exchange("do", output_gradient(dh, wo, stage, p), p)
-                dq_stage, *dkv = flash_backward(do, q, k, v, out, lse[stage], p.recipe.kernel,
-                                                p.mask)
+                dq_stage, *dkv = attend_backward(do, q, k, v, out, lse[stage], p)
                 sums = [a.add_(b) for a, b in zip(sums, dkv)] if sums else dkv
                 o[:, :, stage] = send_home(dq_stage, p)
                 del dq_stage, dkv
@@ -1189,18 +1215,18 @@ def attention_backward(x, o, lse, dh, wo, w, p):
 
 def output_gradient(dh, wo, stage, p):
     """Tiles of do = dh @ wo for the heads of one stage; the whole of do need never exist."""
-    wo = wo.unflatten(1, (p.C, -1, p.config.head_dim))[:, :, stage]  # [D, C, u, d]
+    wo = wo.unflatten(1, (p.P, -1, p.config.head_dim))[:, :, stage]  # [D, P, u, d]
     columns = wo.flatten(1)
     for a, b, dh_t in rows(dh, p.tile):
-        yield a, b, (dh_t @ columns).unflatten(1, wo.shape[1:])  # [t, D] -> [t, C, u, d]
+        yield a, b, (dh_t @ columns).unflatten(1, wo.shape[1:])  # [t, D] -> [t, P, u, d]
 
 
 def collect(home, kv, parts, p):
-    """Put kv heads `kv` of every rank, parts [s, C, n, d], into home [s, K, d]; add up replicas."""
-    ranks = min(p.C, home.shape[1])
+    """Put kv heads `kv` of every rank, parts [s, P, n, d], into home [s, K, d]; add up replicas."""
+    ranks = min(p.P, home.shape[1])
     home = home.unflatten(1, (ranks, -1))  # [s, ranks, K/ranks, d]
     for a, b, part in rows(parts, p.tile):
-        if ranks < p.C:  # in float32, rounded once
+        if ranks < p.P:  # in float32, rounded once
             part = part.unflatten(1, (ranks, -1)).sum(2, dtype=p.rope.dtype)
         home[a:b, :, kv] = part
 
@@ -1223,7 +1249,7 @@ def collect(home, kv, parts, p):
 
 
 def lean_forward(x, w, p, keep=lambda *tensors: None):
-    """A block forward, x [s, D] -> [s, D]. Calls keep(x) and keep(o, lse), o [s, H, d], lse [H/C,
+    """A block forward, x [s, D] -> [s, D]. Calls keep(x) and keep(o, lse), o [s, H, d], lse [H/P,
     S], as soon as these are there: copies hide behind the attention and behind the MLP."""
     keep(x)
     o, lse = attention_forward(x, w.qkv, p)
@@ -1312,8 +1338,13 @@ def check_recipe(recipe, config, C):
     """Raise BadInput, naming value, rule and remedy, unless `config` can run `recipe` on C ranks.
 
     It looks at numbers alone: nothing is sent, and all ranks come to the same answer."""
-    r, H, K, U = recipe, config.n_heads, config.n_kv_heads, recipe.stage_heads(config, C)
-    ranks, stage_heads = legal_ranks(H, K), legal_stage_heads(H, K, C)
+    r, H, K, R = recipe, config.n_heads, config.n_kv_heads, recipe.ring
+    if R < 1 or C % R:
+        raise BadInput(f"ring={R} does not divide the {C} ranks that share a sequence: use"
+                       f" {[n for n in range(1, C + 1) if C % n == 0]}")
+    P, U = C // R, recipe.stage_heads(config, C // R)
+    ranks, stage_heads = legal_ranks(H, K), legal_stage_heads(H, K, P)
+    rings = [f"ring={C // n} x {n} ranks" for n in ranks if C % n == 0]
     rules = [
         (r.attention in ("plain", "ulysses", "upipe"),
          f"attention={r.attention!r} is unknown: use 'plain', 'ulysses' or 'upipe'"),
@@ -1332,10 +1363,11 @@ def check_recipe(recipe, config, C):
         (not r.stream or r.offload, "stream needs offload: it reads what offload has parked"),
         (r.kernel == "auto" or r.kernel in KERNELS,
          f"kernel={r.kernel!r} is unknown: use 'auto', {', '.join(sorted(KERNELS))}"),
-        (C in ranks, f"{C} ranks cannot share n_heads={H}, n_kv_heads={K}: their number must"
-         f" divide H, and divide K or be a multiple of it (legal: {ranks})"),
+        (P in ranks, f"{P} ranks cannot share n_heads={H}, n_kv_heads={K}: their number must"
+         f" divide H, and divide K or be a multiple of it (legal: {ranks}; {C} ranks can be"
+         f" {', '.join(rings)})"),
         (U in stage_heads, f"heads_per_stage={U} is not possible with n_heads={H}, n_kv_heads={K}"
-         f" on {C} ranks: a stage takes part of the queries of one kv head per rank, or all of"
+         f" on {P} ranks: a stage takes part of the queries of one kv head per rank, or all of"
          f" several (legal: {stage_heads})")]
     for holds, message in rules:
         if not holds:
@@ -1343,13 +1375,151 @@ def check_recipe(recipe, config, C):
 
 
 def legal_ranks(H, K):
-    """The group sizes C that can share H query and K kv heads: C | H, and C | K or K | C."""
-    return [C for C in range(1, H + 1) if H % C == 0 and (K % C == 0 or C % K == 0)]
+    """The numbers P that can share H query and K kv heads: P | H, and P | K or K | P."""
+    return [P for P in range(1, H + 1) if H % P == 0 and (K % P == 0 or P % K == 0)]
 
 
-def legal_stage_heads(H, K, C):
-    """The legal U. A rank has H/C query heads and max(1, K/C) kv heads, each with so many readers.
+def legal_stage_heads(H, K, P):
+    """The legal U. A rank has H/P query heads and max(1, K/P) kv heads, each with so many readers.
     A stage's u heads are a part of one kv head's readers, or all readers of several kv heads."""
-    readers, kv = min(H // K, H // C), max(1, K // C)
+    readers, kv = min(H // K, H // P), max(1, K // P)
     whole = lambda u: u % readers == 0 and kv % (u // readers) == 0
-    return [u * C for u in range(1, H // C + 1) if readers % u == 0 or whole(u)]
+    return [u * P for u in range(1, H // P + 1) if readers % u == 0 or whole(u)]
+
+# 11. A ring outside -------------------------------------------------------------------------------
+#
+# Ulysses and UPipe end where the heads end: Llama-3-8B has 32, so no more than 32 ranks can share a
+# sequence, and one head of more than 16.7M tokens is past a kernel's 2^31 indices. A ring goes on
+# from there (arXiv 2310.01889; around Ulysses: arXiv 2411.01783 and 2405.07719): C = R P ranks are
+# R members of P ranks. The P ranks of a member exchange heads as before, for the member's S/R
+# tokens: in parts 3 to 9, S is then S/R. What a stage gives to its kernel is the q, k, v of these
+# tokens, and the kernel is what the ring replaces: k and v travel from member to member, and each
+# member's queries meet all of them. Nothing outside this part knows of it, but for the place of a
+# rank's tokens.
+#
+# Balance: a causal query sees only what is before it, so members with late tokens would have most
+# of the work. Cut the sequence into 2R chunks; member r takes chunk r, from the front, and chunk
+# 2R - 1 - r, from the back. Then, with c = S/2R tokens in a chunk, a member's work is
+#     with its own k and v      one causal call: chunk r is before chunk 2R - 1 - r 2c x 2c / 2
+#     with an earlier member's  all its queries see its first chunk, none see the second 2c x c
+#     with a later member's     its second chunk sees both chunks, its first neither      c x 2c
+# the same on every rank in every step. For R = 2 (x: a causal block, #: all of it is seen):
+#
+#              keys of  0 1 2 3
+#     queries of chunk 0  x            member 0 has chunks 0 and 3, member 1 has 1 and 2
+#                      1  # x          step 0:   0 3 on 0 3           1 2 on 1 2
+#                      2  # # x        step 1:   3 on 1 2             1 2 on 0
+#                      3  # # # x
+#
+# Partial outputs merge by their log-sum-exp. Going back, with the merged lse and o each step gives
+# its part of dq, dk, dv: dq adds up here, dk and dv travel with their k and v until they are home.
+#
+# The price: k and v make R - 1 hops for *each query stage*, so a block sends, beside the all-to-all
+#     forward   2 (R - 1) P n d s           of k, v            for each of its H/U stages
+#     backward  2 (R - 1) P n d s  of k, v, and 2 R P n d s of dk, dv in float32, for each stage
+# Larger stages make fewer hops: heads_per_stage trades memory for traffic here.
+
+
+class Ring(NamedTuple):
+    """This rank's member of the ring. steps: what its queries see of its own keys, then of those of
+    the members behind it, (rank - 1) % size and so on: (queries, keys, Mask), slices of a member's
+    tokens, in which every query sees every key, but in the first."""
+    group: Any
+    rank: int
+    size: int
+    steps: list
+
+
+def tokens_on_rank(S, C, R=1):
+    """s: the tokens of each of C ranks, S tokens and their padding; even with a ring."""
+    return -(-S // C) if R == 1 else 2 * -(-S // (2 * C))
+
+
+def token_spans(s, C, R, rank):
+    """Where the s tokens of a rank lie in the sequence: [(start, stop), ...]. With a ring, rank
+    r P + p has the p-th part of the chunks r and 2R - 1 - r, one behind the other."""
+    if R == 1:
+        return [(rank * s, (rank + 1) * s)]
+    (r, i), c = divmod(rank, C // R), s * (C // R) // 2
+    cuts = [min(max(at, 0), c) for at in (i * s, (i + 1) * s, i * s - c, (i + 1) * s - c)]
+    first, last = r * c, (2 * R - 1 - r) * c
+    spans = [(first + cuts[0], first + cuts[1]), (last + cuts[2], last + cuts[3])]
+    return [(start, stop) for start, stop in spans if start < stop]
+
+
+def ring_steps(r, R, c, edges):
+    """The steps of member r, for chunks of c tokens and documents at `edges` (None: one document).
+
+    Of two members' tokens, only one document can have a part of both: the one that has the last of
+    the keys. It ends after some of the queries and begins before some of the keys."""
+    def before(place, member):  # how many of a member's tokens are before this place
+        return sum((place - chunk * c).clamp(0, c) for chunk in (member, 2 * R - 1 - member))
+
+    own = None if edges is None else torch.unique(before(edges, r)).to(torch.int32)
+    edges = torch.tensor([0, 2 * R * c]) if edges is None else edges
+    steps = [(slice(0, 2 * c), slice(0, 2 * c), Mask(own))]
+    for member in ((r - j) % R for j in range(1, R)):
+        first, stop, last = (0, c, member) if member < r else (c, 2 * c, 2 * R - 1 - member)
+        i = torch.searchsorted(edges, last * c + c - 1, right=True)  # the document of the last key
+        steps.append((slice(first, max(first, int(before(edges[i], r)))),
+                      slice(min(stop, int(before(edges[i - 1], member))), stop),
+                      Mask(causal=False)))
+    return steps
+
+
+def pass_on(tensors, received, ring):
+    """Start to send tensors to the next member and receive the last one's -> what to wait for."""
+    ways = ((dist.isend, tensors, 1), (dist.irecv, received, -1))
+    return dist.batch_isend_irecv([
+        dist.P2POp(way, x, group=ring.group, group_peer=(ring.rank + step) % ring.size)
+        for way, part, step in ways for x in part])
+
+
+def visitors(k, v, p):
+    """Each member's k and v in the order of Ring.steps. The next are on their way, into one of two
+    pairs of buffers, while the caller works on these."""
+    here = k, v
+    for j in range(1, p.ring.size):
+        after = [p.buffers.view(f"ring {name}{j % 2}", k.shape, k) for name in "kv"]
+        works = pass_on(here, after, p.ring)
+        yield here
+        for work in works:
+            work.wait()
+        here = after
+    yield here
+
+
+def ring_forward(q, k, v, p):
+    """flash_forward over the ring: q [S/R, u, d], k, v [S/R, n, d] -> o [S/R, u, d], lse [u, S/R].
+    With exp(lse) the sum of a query's exponentials, o is a mean that is weighted by them."""
+    o = torch.zeros_like(q, dtype=p.rope.dtype)  # at least float32
+    lse = o.new_full((q.shape[1], len(q)), -math.inf)
+    for (queries, keys, mask), (k_m, v_m) in zip(p.ring.steps, visitors(k, v, p)):
+        if queries.start < queries.stop and keys.start < keys.stop:
+            o_m, lse_m = flash_forward(q[queries], k_m[keys], v_m[keys], p.recipe.kernel, mask)
+            merged = torch.logaddexp(lse[:, queries], lse_m)
+            o[queries] *= (lse[:, queries] - merged).exp().T[..., None]  # [u, t] -> [t, u, 1]
+            o[queries] += o_m * (lse_m - merged).exp().T[..., None]
+            lse[:, queries] = merged
+    return o.to(q.dtype), lse
+
+
+def ring_backward(do, q, k, v, o, lse, p):
+    """dq [S/R, u, d], dk, dv [S/R, n, d] of ring_forward, rounded once."""
+    dq, dkv, works = torch.zeros_like(q, dtype=lse.dtype), [], []
+    for (queries, keys, mask), (k_m, v_m) in zip(p.ring.steps, visitors(k, v, p)):
+        grads = None
+        if queries.start < queries.stop and keys.start < keys.stop:
+            grads = flash_backward(do[queries], q[queries], k_m[keys], v_m[keys], o[queries],
+                                   lse[:, queries], p.recipe.kernel, mask)
+            dq[queries] += grads[0]
+        for work in works:  # what the members behind have added for this k and v is here by now
+            work.wait()
+        dkv = dkv or [torch.zeros_like(x, dtype=lse.dtype) for x in (k, v)]
+        for total, grad in zip(dkv, grads[1:] if grads else ()):
+            total[keys] += grad
+        sent, dkv = dkv, [torch.empty_like(x) for x in dkv]
+        works = pass_on(sent, dkv, p.ring)
+    for work in works:
+        work.wait()
+    return dq.to(q.dtype), *(x.to(k.dtype) for x in dkv)
