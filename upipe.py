@@ -384,8 +384,9 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed=0):
         """Normal(0, 1/sqrt(D)), what a block adds to the residual stream 1/sqrt(2L) of that; norms
-        are 1. The same on any number of ranks: each one draws all, one matrix after another, and
-        keeps its shards."""
+        are 1, and so is the embedding's scale, unless it is the head too: a smaller one drowns in
+        what blocks add. The same on any number of ranks: each one draws all, one matrix after
+        another, and keeps its shards."""
         generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() == 1:
@@ -393,6 +394,8 @@ class GPT(nn.Module):
                 continue
             added = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = (self.config.dim * (2 * self.config.n_layers if added else 1)) ** -0.5
+            if name == "embed_tokens.weight" and not self.config.tie_embeddings:
+                std = 1
             whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             whole.normal_(0, std, generator=generator)
             if isinstance(weight, DTensor):  # cut out this rank's shard; None: nothing is sent
