@@ -1331,7 +1331,6 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_spoils_nothing():
 
 def test_data_of_many_files_needs_few_descriptors_and_names_a_file_that_changed(tmp_path):
     """N2: 1,100 files where a process may open 30 more; the order is that of their names."""
-    resource = pytest.importorskip("resource")  # not on Windows
     for i in reversed(range(1100)):
         path = tmp_path / f"{i // 100:02d}" / f"{i:04d}.txt"
         path.parent.mkdir(exist_ok=True)
@@ -1356,29 +1355,41 @@ def test_data_of_many_files_needs_few_descriptors_and_names_a_file_that_changed(
             data.read(4 * int(name) * 9 // 10, 4 * int(name) * 9 // 10 + 4)
 
 
-def window_starts(steps, n, seed=0):
-    """Where the windows of 64 tokens start that two groups train on, two in each step."""
-    jobs = [SimpleNamespace(dp=2, dp_rank=group) for group in range(2)]
-    return [start for step in range(steps) for job in jobs
-            for start in train.train_starts(job, range(n), 64, seed, step, grad_accum=2)]
+def window_starts(steps, n, dp=2, accum=2, seed=0, ahead=0):
+    """Where the windows of 64 tokens start that dp groups train on, in the order of the epochs."""
+    groups = [SimpleNamespace(dp=dp, dp_rank=rank) for rank in range(dp)]
+    drawn = [[train.train_starts(job, range(n), 64, seed, step, accum, ahead) for job in groups]
+             for step in steps]
+    return [start for step in drawn for turn in zip(*step) for start in turn]
 
 
 def test_windows_depend_on_seed_step_and_group_alone():
     """I3: no two groups or steps of an epoch share a token; another seed, another order. K1: when
-    the data ends they go round, and each lies within it."""
-    epoch = window_starts(3, n=1000)
+    the data ends they go round, and each lies within it. Other groups, of other sizes, go on where
+    those before them have left the data."""
+    epoch = window_starts(range(3), 1000)
     assert all(b - a >= 64 for a, b in zip(sorted(epoch), sorted(epoch)[1:]))
-    assert epoch == window_starts(3, n=1000)
-    assert epoch != window_starts(3, n=1000, seed=1)
-    starts = window_starts(50, n=321)  # 2.5 windows for each group
+    assert epoch == window_starts(range(3), 1000)
+    assert epoch != window_starts(range(3), 1000, seed=1)
+    starts = window_starts(range(50), 321)  # 2.5 windows for each group
     assert len(starts) == 200 and all(0 <= start <= 321 - 65 for start in starts)
+    ahead = 5 - 5 * 2 * 2  # as run_steps has it: windows drawn - what so many steps take now
+    assert window_starts([5], 2000, ahead=ahead) == window_starts(range(9), 2000, dp=1, accum=1)[5:]
 
 
 # 13. The program train.py -------------------------------------------------------------------------
 
 HERE = Path(__file__).parent
-RUN = "import sys; sys.path.insert(0, sys.argv.pop(1)); import train; {before}; train.run()"
-QUICK = ["--ctx", "64", "--layers", "2", "--eval-windows", "2", "--steps", "2"]
+RUN = """import os, signal, sys, time
+sys.path.insert(0, sys.argv.pop(1))
+import train
+{before}
+train.run()
+"""
+
+
+def program(flags, before="pass"):
+    return [sys.executable, "-c", RUN.format(before=before), str(HERE), *map(str, flags)]
 
 
 def start(ranks, flags, before="pass"):
@@ -1386,15 +1397,19 @@ def start(ranks, flags, before="pass"):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", RUN.format(before=before), str(HERE), *map(str, flags)]
     processes = []
     for rank in range(max(1, ranks)):
-        place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
-                     MASTER_ADDR="127.0.0.1", MASTER_PORT=port) if ranks else {}
-        env = os.environ | {name: str(value) for name, value in place.items()} | NO_GPU
-        processes.append(subprocess.Popen(command, env=env | {"OMP_NUM_THREADS": "1"}, text=True,
+        env = os.environ | NO_GPU | {"OMP_NUM_THREADS": "1"}
+        if ranks:
+            env |= place(rank, ranks) | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        processes.append(subprocess.Popen(program(flags, before), env=env, text=True,
                                           stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     return processes
+
+
+def place(rank, ranks):
+    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                LOCAL_WORLD_SIZE=str(ranks))
 
 
 def launch(ranks, flags, before="pass", limit=60):
@@ -1426,10 +1441,17 @@ def losses(out):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Small files, right and wrong."""
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_bytes(b"to be or not to be, that is the question. " * 400)
+    """Files, right and wrong: twelve little documents of unequal length, all of them as tokens
+    with 0 between, and tokens that are none."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    (folder / "texts").mkdir()
     (folder / "empty").mkdir()
+    words = [bytes(rng.integers(97, 123, size=n)) for n in rng.integers(2, 9, size=40)]
+    parts = [b" ".join(rng.choice(words, size=n)) + b"\n"
+             for n in (5, 40, 17, 3, 80, 33, 9, 21, 60, 44, 30, 70)]
+    for i, part in enumerate(parts):
+        (folder / "texts" / f"{i:02d}.txt").write_bytes(part)
+    np.save(folder / "zeros.npy", np.frombuffer(b"\0".join(parts), np.uint8))
     ids = np.arange(1000) % 250
     ids.astype("<u4").tofile(folder / "wide.bin")
     np.save(folder / "floats.npy", ids / 2)
@@ -1438,26 +1460,34 @@ def data(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def texts(data):
+    return data / "texts"
+
+
+def short(texts, *flags):
+    data = [] if "recall" in flags else ["--data", texts]
+    return [*data, "--ctx", 64, "--layers", 2, "--eval-windows", 3, "--eval-every", 4, *flags]
+
+
 BAD = [  # (ranks, flags, what the message must say)
     (1, "--model gpt5", "gpt5", "llama3-8b"), (1, "--ctx 5x", "5x", "128k"),
     (1, "--ctx 0", "0", "128k"), (1, "--ctxx 8", "--ctxx"),
     (1, "--heads-per-stage 3", "heads_per_stage=3", "legal: 1, 2, 4"),
     (2, "--heads-per-stage 3", "heads_per_stage=3", "legal: 2, 4"),
-    (2, "--cp 3", "--cp 3", "2 ranks"), (2, "--attention plain", "'plain'", "'upipe'"),
-    (1, "--checkpoint 0 --offload", "offload", "checkpoint"),
-    (2, "--data DATA/nowhere", "nowhere"), (1, "--data DATA/empty", "empty"),
-    (1, "--ctx 20k --data DATA/text.txt", "20k", "15120"),
+    (2, "--cp 3", "--cp 3", "2 ranks"), (2, "--data DATA/nowhere", "nowhere"),
+    (1, "--data DATA/empty", "empty"), (1, "--ctx 20k --data DATA/zeros.npy", "20k", "20481"),
     (1, "--data DATA/floats.npy", "floats.npy", "float64"),
     (1, "--data DATA/wide.bin", "wide.bin", "uint"),
     (2, "--data DATA/outside.npy --ctx 800", "outside.npy", "256"),
-    (1, "--save DATA/text.txt/run", "text.txt"), (1, "--log DATA", "is a folder")]
+    (1, "--save DATA/wide.bin/run", "wide.bin"), (1, "--log DATA", "is a folder")]
 
 
 @pytest.mark.parametrize("world, flags, words", [(n, flags, words) for n, flags, *words in BAD])
 def test_bad_input_is_one_line_on_every_rank_before_the_first_step(world, flags, words, data):
     """I1 and others: what is wrong and what would be right; nothing hangs."""
     flags = flags.replace("DATA", str(data)).split()
-    for out in RANKS[2](rank_main, flags) if world == 2 else [main(1, *flags)]:
+    for out in RANKS[world](rank_main, flags):
         assert "train.py: " in out.splitlines()[-1] and not losses(out), out
         assert all(word in out.splitlines()[-1] for word in words), out
 
@@ -1466,7 +1496,7 @@ def test_bad_input_is_one_line_on_every_rank_before_the_first_step(world, flags,
 def test_a_process_with_bad_input_says_it_alone_and_exits_with_2(ranks):
     """One line on stderr, within seconds, though no other rank knows of it."""
     last = max(0, ranks - 1)
-    processes = start(ranks, QUICK, f"train.launched()[0] == {last} and sys.argv.append('--ctxx')")
+    processes = start(ranks, [], f"train.launched()[0] == {last} and sys.argv.append('--ctxx')")
     try:
         _, err = processes[last].communicate(timeout=30)
         assert processes[last].returncode == 2
@@ -1560,41 +1590,19 @@ def test_ranks_that_see_different_checkpoints_all_stop():
     assert all("different checkpoints" in said for said in RANKS[4](rank_finds, (4, 6, 5, 5)))
 
 
-def test_torchrun_trains_on_two_ranks_and_the_loss_falls(data):
-    """The README's command, shorter: every step prints its line, the end validates."""
-    done = torchrun("train.py", "--ctx", 256, "--steps", 20, "--data", data / "text.txt",
-                    "--eval-windows", 2, limit=120)
-    assert done.returncode == 0, done.stderr
-    first, *_, last = map(float, losses(done.stdout))
-    assert len(losses(done.stdout)) == 20 and 4 < first < 7 and last < 0.7 * first
-    assert "validation loss" in done.stdout
-
-
-def test_one_process_needs_no_launcher_and_no_port_and_trains_the_same(data):
-    """H1, H2, A9: plain python, torchrun with one rank and with two print the same losses, every
-    switch on, on a machine that may have no GPU and cannot open a port."""
-    flags = [*QUICK, "--data", data / "text.txt", "--offload", "--stream", "--dtype", "float64",
-             "--device", "cpu"]
+def test_one_process_needs_no_launcher_and_no_port_and_trains_as_torchrun_does(texts):
+    """H1, H2, A9: plain python, torchrun with one rank and with two print the same losses, which
+    fall, every switch on, on a machine that may have no GPU and cannot open a port."""
+    flags = short(texts, "--steps", 20, "--offload", "--stream", "--dtype", "float64", "--device",
+                  "cpu")
     no_port = "import torch.distributed; torch.distributed.TCPStore = None"
-    runs = [launch(0, flags, no_port), launch(1, flags), launch(2, flags)]
+    two = torchrun("train.py", *flags, limit=120)
+    runs = [launch(0, flags, no_port), launch(1, flags), (two.returncode, two.stdout, two.stderr)]
     assert [code for code, _, _ in runs] == [0] * 3, runs
-    assert len(losses(runs[0][1])) == 2
+    first, *_, last = map(float, losses(two.stdout))
+    assert len(losses(two.stdout)) == 20 and 4 < first < 7 and last < 0.7 * first
     for wanted in (r"step .* \| loss [\d.]+", r"validation loss [\d.]+"):
         assert len({tuple(re.findall(wanted, out)) for _, out, _ in runs}) == 1
-
-
-FAILING = """
-import os, signal, sys, time
-sys.path.insert(0, {here!r})
-import train
-train_step = train.train_step
-def failing_step(*args):
-    if os.environ["RANK"] == "1" and args[-1] == 2:
-        {deed}
-    return train_step(*args)
-train.train_step = failing_step
-train.run()
-"""
 
 
 def pretend_cuda(monkeypatch, capability):
@@ -1615,15 +1623,24 @@ def test_a_card_without_bfloat16_computes_in_float32(capability, dtype, monkeypa
     assert ("float32 instead" in capsys.readouterr().out) == (dtype == "float32")
 
 
+FAILING = """
+train_step = train.train_step
+def failing_step(*args):
+    if os.environ["RANK"] == "1" and args[-1] == 2:
+        {deed}
+    return train_step(*args)
+train.train_step = failing_step
+"""
+
+
 @pytest.mark.parametrize("deed, timeout, said", [
     ("raise RuntimeError('rank 1 broke')", 60, "RuntimeError: rank 1 broke"),
     ("os.kill(os.getpid(), signal.SIGKILL)", 60, "SIGKILL"),
     ("time.sleep(600)", 5, "imed out")])
-def test_a_rank_that_fails_dies_or_stalls_takes_the_job_down(deed, timeout, said, data, tmp_path):
+def test_a_rank_that_fails_dies_or_stalls_takes_the_job_down(deed, timeout, said, texts):
     """K2: all gone within a minute, exit code not 0, and rank 1's own error comes first."""
-    script = tmp_path / "failing.py"
-    script.write_text(FAILING.format(here=str(HERE), deed=deed))
-    done = torchrun(script, *QUICK, "--data", data / "text.txt", "--timeout", timeout, limit=60)
+    flags = short(texts, "--steps", 2, "--timeout", timeout)
+    done = torchrun("--no-python", *program(flags, FAILING.format(deed=deed)), limit=60)
     assert done.returncode != 0
     assert said in done.stderr
     errors = re.findall(r"^\w*Error: .*", done.stderr, re.MULTILINE)
@@ -1633,40 +1650,30 @@ def test_a_rank_that_fails_dies_or_stalls_takes_the_job_down(deed, timeout, said
 # 14. train.py, run by workers that have met already -----------------------------------------------
 
 
-def printed(flags):
-    """What main() prints, and its complaint, as run() would print it.
+def rank_main(flags):
+    """What main() prints on this rank, and its complaint, as run() would print it.
 
     --force: a dry run before the start would make a process group of its own."""
-    out = io.StringIO()
-    try:
-        with redirect_stdout(out):
+    out, met = io.StringIO(), dist.is_initialized()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+        if met:
+            for name, value in place(dist.get_rank(), dist.get_world_size()).items():
+                patch.setenv(name, value)
+            patch.setattr(train, "join", lambda settings: settings.meet(torch.device("cpu")))
+            patch.setattr(dist, "destroy_process_group", lambda: None)
+        try:
             train.main(train.make_settings([*map(str, flags), "--force"]))
-    except train.BadInput as error:
-        return f"{out.getvalue()}train.py: {error}"
+        except train.BadInput as error:
+            print(f"train.py: {error}")
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
     return out.getvalue()
 
 
-def rank_main(flags):
-    """printed() in a worker."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in place.items():
-            patch.setenv(name, str(value))
-        patch.setattr(train, "join", lambda settings: settings.meet(torch.device("cpu")))
-        patch.setattr(dist, "destroy_process_group", lambda: None)
-        return printed(flags)
-
-
 def main(world, *flags):
-    """train.py on `world` ranks, one of them being this process -> what rank 0 prints."""
-    if world > 1:
-        return RANKS[world](rank_main, flags)[0]
-    try:
-        return printed(flags)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    """train.py on `world` ranks; one is this process -> what rank 0 prints."""
+    return RANKS[world](rank_main, flags)[0]
 
 
 def records(path, key="loss"):
@@ -1676,20 +1683,6 @@ def records(path, key="loss"):
     return {r["step"]: r for r in lines if key in r}
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Twelve little documents of unequal length, and a token file of them with 0 between."""
-    folder = tmp_path_factory.mktemp("texts")
-    rng = np.random.default_rng(0)
-    words = [bytes(rng.integers(97, 123, size=n)) for n in rng.integers(2, 9, size=40)]
-    parts = [b" ".join(rng.choice(words, size=n)) + b"\n"
-             for n in (5, 40, 17, 3, 80, 33, 9, 21, 60, 44, 30, 70)]
-    for i, part in enumerate(parts):
-        (folder / f"{i:02d}.txt").write_bytes(part)
-    np.save(folder.parent / "zeros.npy", np.frombuffer(b"\0".join(parts), np.uint8))
-    return folder
-
-
 # 15. Checkpoints ----------------------------------------------------------------------------------
 
 ALL = ["--offload", "--stream", "--tile", 24]
@@ -1697,11 +1690,6 @@ RUNS = {
     "two ranks, all on": (2, *ALL),
     "two groups, accumulation": (4, "--cp", 2, "--grad-accum", 2, "--docs"),  # K1: past the end
 }
-
-
-def short(texts, *flags):
-    data = [] if "recall" in flags else ["--data", texts]
-    return [*data, "--ctx", 64, "--layers", 2, "--eval-windows", 3, "--eval-every", 4, *flags]
 
 
 @pytest.fixture(scope="module")
@@ -1754,16 +1742,6 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_any_number_and_recipe(world, fla
     for step in range(6, 11):
         assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-9)
         assert other[step]["drawn"] == one[step]["drawn"]
-
-
-def test_other_groups_go_on_where_the_data_was_left():
-    """One group drew five windows; two groups that take two each a step go on with the sixth."""
-    job, row = train.Job(0, 1, None, 1, 0, 1, 0, None, None), range(2000)
-    drawn = [train.train_starts(job, row, 64, 0, step, 1)[0] for step in range(9)]
-    ahead = 5 - 5 * 2 * 2  # as run_steps has it: windows drawn - what so many steps take now
-    again = [train.train_starts(replace(job, dp=2, dp_rank=rank), row, 64, 0, 5, 2, ahead)
-             for rank in range(2)]
-    assert [again[rank][micro] for micro in range(2) for rank in range(2)] == drawn[5:]
 
 
 def test_only_the_last_checkpoints_stay_and_only_our_rubbish_goes(texts, tmp_path):
@@ -1933,8 +1911,8 @@ MID_SAVE = """
 from torch.distributed.checkpoint import FileSystemWriter as Writer
 write = Writer.write_data
 def dying(self, plan, planner):
-    if '00000004' in str(self.path) and train.os.environ['RANK'] == '1':
-        train.os.kill(train.os.getpid(), 9)
+    if '00000004' in str(self.path) and os.environ['RANK'] == '1':
+        os.kill(os.getpid(), 9)
     return write(self, plan, planner)
 Writer.write_data = dying
 """
@@ -1945,7 +1923,7 @@ def test_kill_9_while_saving_costs_the_steps_that_were_not_saved(texts, tmp_path
     again = ["--save", tmp_path / "run", "--log", tmp_path / "log"]
     flags = [*short(texts), "--steps", 6, "--save-every", 2, "--timeout", 20, *again]
     begin = time.monotonic()
-    code, _, _ = launch(2, flags, f"exec({MID_SAVE!r})")
+    code, _, _ = launch(2, flags, MID_SAVE)
     assert code != 0 and time.monotonic() - begin < 40
     assert [path.name for path in train.checkpoints(tmp_path / "run")] == ["step-00000002"]
     out = main(2, *again, "--resume")
@@ -1953,16 +1931,10 @@ def test_kill_9_while_saving_costs_the_steps_that_were_not_saved(texts, tmp_path
     assert records(tmp_path / "log").keys() == set(range(1, 7))
 
 
-def wait_for(process, word):
-    for line in process.stdout:
-        if word in line:
-            return line
-
-
 def test_a_signal_to_any_rank_ends_the_step_saves_and_exits_0(texts, tmp_path):
     processes = start(2, short(texts, "--steps", 100000, "--save", tmp_path, "--save-every", 0))
     try:
-        wait_for(processes[0], "step     3")
+        assert any("step     3" in line for line in processes[0].stdout)
         processes[1].send_signal(signal.SIGTERM)
         assert [process.wait(timeout=20) for process in processes] == [0, 0]
         rest = processes[0].stdout.read()
@@ -1977,9 +1949,8 @@ def test_a_signal_to_any_rank_ends_the_step_saves_and_exits_0(texts, tmp_path):
 
 def test_a_second_signal_stops_at_once(texts, tmp_path):
     """Even in the middle of a step that never ends."""
-    deed = ("stop = train.Stop(); import os, signal, time, torch; os.kill(os.getpid(), "
-            "signal.SIGUSR1); time.sleep(0.2); os.kill(os.getpid(), signal.SIGTERM); "
-            "torch.randn(4000, 4000).matrix_power(1000)")
+    deed = ("stop = train.Stop(); os.kill(os.getpid(), signal.SIGUSR1); time.sleep(0.2); "
+            "os.kill(os.getpid(), signal.SIGTERM); train.torch.ones(4000, 4000).matrix_power(999)")
     (process,) = start(0, [], before=deed)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM, err
@@ -1990,10 +1961,10 @@ def test_a_second_signal_stops_at_once(texts, tmp_path):
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("separator", [None, train.NO_ID, 0])
-def test_slices_of_a_window_are_its_shards_and_know_its_documents(separator, cp, texts):
+def test_slices_of_a_window_are_its_shards_and_know_its_documents(separator, cp, texts, data):
     """A7, I3: shifted before the split, padded, the last tenth held out. Documents are files, or
     what follows an id; the last token of one has nothing to predict."""
-    path = texts.parent / "zeros.npy"
+    path = data / "zeros.npy"
     tokens, _ = train.open_data(str(texts if separator == train.NO_ID else path), 256, 16)
     assert separator == train.NO_ID or len(tokens) == len(np.load(path)) * 9 // 10
     for start in (0, 7, len(tokens) - 140, len(tokens) - 20):
