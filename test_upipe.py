@@ -167,16 +167,14 @@ def count_labels(sequences):
 
 
 def reference(cfg, seed, sequences, dtype=F64):
-    """[(tokens, labels), ...] -> loss (the mean over all labels), the last one's logits, grads.
+    """[(tokens, labels), ...] -> loss (the mean over all labels), all logits, gradients.
 
     dtype: that of the model under test. Weights are rounded to it; all arithmetic is float64."""
     w = {name: p.to(F64).requires_grad_() for name, p in random_weights(cfg, seed, dtype).items()}
-    loss = 0
-    for tokens, labels in sequences:
-        logits = ref_logits(w, cfg, tokens)
-        loss = loss + ref_loss(logits, labels, count_labels(sequences))
+    logits, total = [ref_logits(w, cfg, tokens) for tokens, _ in sequences], count_labels(sequences)
+    loss = sum(ref_loss(x, labels, total) for x, (_, labels) in zip(logits, sequences))
     loss.backward()
-    return SimpleNamespace(loss=loss.item(), logits=logits.detach(),
+    return SimpleNamespace(loss=loss.item(), logits=torch.cat(logits).detach(),
                            grads={name: p.grad for name, p in w.items()})
 
 
@@ -238,7 +236,7 @@ def call(work):
     return pickle.dumps(function(*args))
 
 
-RANKS = {C: Ranks(C) for C in (1, 2, 4)}
+RANKS = {C: Ranks(C) for C in (1, 2, 4, 8)}
 
 
 @pytest.fixture(autouse=True)
@@ -330,8 +328,8 @@ def legal(H, K, C):
     return [u * C for u in range(1, H // C + 1) if fits(u)]
 
 
-SIZES = [(C, H, K) for C in (1, 2, 4) for K in (1, 2, 3, 4, 6, 8) for H in range(K, 13, K)
-         if legal(H, K, C)]
+SIZES = [(R, P, H, K) for R in (1, 2, 4) for P in (1, 2, 4) for K in (1, 2, 3, 4, 6, 8)
+         for H in range(K, 13, K) if R * P <= 4 and legal(H, K, P)]
 SMALL = GPTConfig(vocab_size=97, dim=24, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8,
                   ffn_dim=40, rope_theta=1e4)
 THREE, FOUR = replace(SMALL, n_layers=3), replace(SMALL, n_layers=4)
@@ -343,7 +341,7 @@ TWO_LEVELS = replace(ALL_ON, checkpoint=2, keep_attention=False)
 
 @dataclass(frozen=True)
 class Case:
-    """C ranks, a model, a recipe, n tokens, and which of their labels count."""
+    """C ranks, a model, a recipe, n tokens, which of their labels count, where documents start."""
     C: int
     config: GPTConfig
     recipe: Recipe
@@ -351,6 +349,7 @@ class Case:
     mask: str = "every label"
     seed: int = 0
     frozen: tuple = ()  # beginnings of names of weights
+    docs: tuple = (0,)
 
     def data(self):
         """The whole sequence: tokens [n], labels [n]."""
@@ -364,14 +363,40 @@ class Case:
                   "last of each shard": (i % s == s - 1) & (i < n - 1)}[self.mask]
         return tokens, torch.where(counts, labels, -100)
 
+    def documents(self):
+        """The same as one (tokens, labels) for each document."""
+        tokens, labels = self.data()
+        ends = (*self.docs[1:], self.n)
+        return [(tokens[a:b], labels[a:b]) for a, b in zip(self.docs, ends)]
+
+    def shard(self):
+        """This rank's part, and where documents start."""
+        docs = torch.tensor(self.docs) if len(self.docs) > 1 else None
+        return *upipe.shard(*self.data(), ring=self.recipe.ring), docs
+
+
+@functools.cache
+def subgroups(world, R):
+    """Of R members: this rank's groups, of P ranks that exchange heads and of R. `world` is theirs;
+    groups of another one are others."""
+    mesh = init_device_mesh("cpu", (R, world.size() // R), mesh_dim_names=("ring", "heads"))
+    return mesh["heads"].get_group(), mesh["ring"].get_group()
+
+
+def here(recipe):
+    """The recipe with the groups of this process."""
+    if recipe.ring == 1:
+        return recipe
+    return replace(recipe, subgroups=subgroups(dist.group.WORLD, recipe.ring))
+
 
 @st.composite
-def recipes(draw, C, H, K, layers):
-    attention = draw(st.sampled_from(["upipe", "ulysses"] + ["plain"] * (C == 1)))
-    U = draw(st.sampled_from([0] + legal(H, K, C))) if attention == "upipe" else 0
+def recipes(draw, R, P, H, K, layers):
+    attention = draw(st.sampled_from(["upipe", "ulysses"] + ["plain"] * (R * P == 1)))
+    U = draw(st.sampled_from([0] + legal(H, K, P))) if attention == "upipe" else 0
     k = draw(st.integers(attention == "upipe", layers + 1))
     offload = k > 0 and draw(st.booleans())
-    return Recipe(attention=attention, heads_per_stage=U, checkpoint=k, offload=offload,
+    return Recipe(attention=attention, heads_per_stage=U, ring=R, checkpoint=k, offload=offload,
                   keep_attention=k == 1 and draw(st.booleans()),
                   stream=offload and draw(st.booleans()), tile=k and draw(st.integers(0, 12)))
 
@@ -389,7 +414,7 @@ def trained(names, frozen):
 
 @st.composite
 def cases(draw):
-    C, H, K = draw(st.sampled_from(SIZES))
+    R, P, H, K = draw(st.sampled_from(SIZES))
     config = GPTConfig(vocab_size=draw(st.integers(5, 40)), dim=draw(st.integers(6, 24)),
                        n_layers=draw(st.integers(2, 4)), n_heads=H, n_kv_heads=K, rope_theta=1e4,
                        head_dim=2 * draw(st.integers(1, 5)), ffn_dim=draw(st.integers(3, 30)),
@@ -398,11 +423,15 @@ def cases(draw):
     mask, names = draw(st.sampled_from(MASKS)), random_weights(config, 0)
     frozen = draw(st.sampled_from(["nothing", "some parts", "all but some parts"]))
     parts = [] if frozen == "nothing" else draw(st.sets(st.sampled_from(PARTS), max_size=4))
-    case = Case(C, config, draw(recipes(C, H, K, config.n_layers)), draw(st.integers(2, 41)), mask,
-                seed=draw(st.integers(0, 99)),
+    n = draw(st.integers(2, 41))
+    docs = draw(st.sets(st.integers(1, n - 1), max_size=4)) if draw(st.booleans()) else ()
+    case = Case(R * P, config, draw(recipes(R, P, H, K, config.n_layers)), n, mask,
+                seed=draw(st.integers(0, 99)), docs=(0, *sorted(docs)),
                 frozen=trained(names, parts) if frozen[:3] == "all" else sorted(parts))
     assume(trained(names, case.frozen))
-    assume((case.data()[1][1:] != -100).any())  # from its first token alone, q and k learn nothing
+    # From a document's first token alone, or from equal ones, q and k learn nothing.
+    assume(any((labels[1:] != -100).any() and (tokens[:2] != tokens[0]).any()
+               for tokens, labels in case.documents()))
     return case
 
 
@@ -424,7 +453,8 @@ def build(cfg, seed, dtype=F64, frozen=()):
 
 def step(model, case):
     """Forward and backward on this rank -> its share of the loss."""
-    loss = model(*upipe.shard(*case.data()), case.recipe)
+    tokens, labels, docs = case.shard()
+    loss = model(tokens, labels, here(case.recipe), docs=docs)
     loss.backward()
     return loss.item()
 
@@ -440,19 +470,23 @@ def gradients(model):
 def rank_result(case, dtype):
     """A9: evaluation on the way, the loss of training, leaves gradients alone and parks nothing."""
     model = build(case.config, case.seed, dtype, case.frozen)
-    loss, data = step(model, case), upipe.shard(*case.data())
+    loss, (tokens, labels, docs), recipe = step(model, case), case.shard(), here(case.recipe)
     with torch.no_grad():
-        assert model(*data, case.recipe).item() == pytest.approx(loss, rel=rounding(dtype))
-        logits = model.logits(data[0], case.recipe)
+        again = model(tokens, labels, recipe, docs=docs).item()
+        assert again == pytest.approx(loss, rel=rounding(dtype))
+        logits = model.logits(tokens, recipe, docs)
     assert model.store.bytes == 0
     return SimpleNamespace(loss=loss, logits=logits, grads=gradients(model))
 
 
 def run(case, dtype=F64):
-    """The whole result: losses and gradients add up over the ranks, logits stand in a row."""
-    parts = RANKS[case.C](rank_result, case, dtype)
-    return SimpleNamespace(loss=sum(part.loss for part in parts),
-                           logits=torch.cat([part.logits for part in parts])[:case.n],
+    """The whole result: losses and gradients add up over the ranks, logits go to their places."""
+    parts, R = RANKS[case.C](rank_result, case, dtype), case.recipe.ring
+    s = len(parts[0].logits)
+    places = [torch.arange(a, b) for rank in range(case.C)
+              for a, b in upipe.token_spans(s, case.C, R, rank)]
+    logits = torch.cat([part.logits for part in parts])[torch.cat(places).argsort()]
+    return SimpleNamespace(loss=sum(part.loss for part in parts), logits=logits[:case.n],
                            grads=added([part.grads for part in parts]))
 
 
@@ -462,7 +496,7 @@ def added(parts):
 
 def expected(case, dtype=F64):
     """What the reference makes of a case; what is frozen has no gradient."""
-    ref = reference(case.config, case.seed, [case.data()], dtype)
+    ref = reference(case.config, case.seed, case.documents(), dtype)
     ref.grads = {name: ref.grads[name] for name in trained(ref.grads, case.frozen)}
     return ref
 
@@ -492,7 +526,7 @@ def test_every_recipe_gives_the_loss_logits_and_gradients_of_plain_attention(cas
     """To 1e-9, in every parameter that is trained, be it one matrix; a frozen one has no gradient.
     A1, A5, A7 labels that are masked or padding; B1, I3 lengths that the ranks do not divide, or
     fewer tokens than ranks; B2 heads that they do not; B5 sizes that could be confused; I5
-    attention is causal and crosses the ranks."""
+    attention is causal and crosses the ranks, and stays within documents; rings of 2 and 4."""
     assert_same(run(case), expected(case))
 
 
@@ -608,10 +642,12 @@ def test_legal_sizes_pass_and_all_others_are_refused_with_the_legal_ones():
     ("keep_attention", 2, Recipe("ulysses", keep_attention=True)),
     ("keep_attention", 2, Recipe("upipe", checkpoint=2, keep_attention=True)),
     ("offload", 2, Recipe("ulysses", offload=True)),
-    ("stream", 2, Recipe("upipe", checkpoint=1, stream=True))])
+    ("stream", 2, Recipe("upipe", checkpoint=1, stream=True)),
+    ("ring=3 does not divide", 4, Recipe("ulysses", ring=3)),
+    ("ring=2 x 4 ranks", 8, Recipe("ulysses")), ("even", 2, Recipe("ulysses", ring=2))])
 def test_recipes_that_contradict_themselves_are_refused_by_name(word, C, recipe):
     """No switch is silently ignored; and nothing is sent before, so that no rank waits."""
-    tokens = torch.zeros(4, dtype=torch.int64)
+    tokens = torch.zeros(3, dtype=torch.int64)
     with simulated_ranks(C), Meter() as meter, pytest.raises(ValueError, match=word):
         GPT(SMALL)(tokens, tokens, recipe)
     assert not [name for name in meter.calls if name.startswith("c10d")]
@@ -973,10 +1009,10 @@ def block_peaks(case):
     return np.array([peaks["forward"], peaks["backward"]])
 
 
-def elements_per_token(config, recipe):
+def elements_per_token(config, recipe, C=2):
     """[forward, backward] peaks of a block per token of a rank: the slope between two lengths, so
     that parameters, their gradients and one tile's temporaries, which do not grow, drop out."""
-    short, long = (block_peaks(Case(2, config, recipe, n)) for n in (256, 512))
+    short, long = (block_peaks(Case(C, config, recipe, C * s)) for s in (128, 256))
     return (long - short) / 128
 
 
@@ -1023,6 +1059,73 @@ def test_traffic_does_not_depend_on_the_stages(C, H, K):
         for recipe, backward in ((keep, 4), (again, 6), (replace(again, checkpoint=2), 6)):
             sent = RANKS[C](rank_traffic, Case(C, config, recipe, 8))
             assert sent == [[2 * one, backward * one]] * C
+
+
+@pytest.mark.parametrize("C, K", [(2, 2), (4, 2), (4, 8)])
+def test_a_ring_holds_less_than_all_to_all_alone_on_as_many_ranks(C, K):
+    """12 U d more than a block's other tensors, and for the n kv heads of a stage 4 P n d of
+    visitors and 4 P n d of their gradients: below what R = 1 holds, whose least stage is U = C."""
+    D, d, H = 128, 16, 8
+    config = replace(SMALL, dim=D, n_layers=3, n_heads=H, n_kv_heads=K, head_dim=d)
+    before = elements_per_token(config, replace(ALL_ON, tile=64), C)
+    for R in (R for R in (2, 4) if R <= C):
+        P = C // R
+        peaks = elements_per_token(config, replace(ALL_ON, tile=64, ring=R), C)
+        assert peaks[1] <= 3.5 * D + 2 * K * d + 12 * P * d + 8 * P * d
+        assert (peaks < before).all(), (R, peaks, before)
+        before = peaks
+
+
+def rank_ring(case):
+    """[forward, backward]: elements sent round the ring per block and token of a rank, and each
+    call of a kernel as (queries x keys, heads, causal)."""
+    sent, calls = [0], [[]]
+    model, (tokens, labels, docs) = build(case.config, case.seed), case.shard()
+
+    def see_sent(_, ops):
+        sent[-1] += sum(op.tensor.numel() for op in ops if op.op is dist.isend)
+
+    def see_call(_, *args):
+        q, k = args[len(args) == 8:][:2]  # the backward pass has do before them
+        calls[-1].append((len(q) * len(k), q.shape[1], args[-1].causal))
+
+    with watched(dist, "batch_isend_irecv", see_sent), \
+            watched(upipe, "flash_forward", see_call), watched(upipe, "flash_backward", see_call):
+        loss = model(tokens, labels, here(case.recipe))
+        sent.append(0)
+        calls.append([])
+        loss.backward()
+    return [n / case.config.n_layers / len(tokens) for n in sent], calls
+
+
+@pytest.mark.parametrize("R, P, H, K", [(2, 1, 4, 2), (4, 1, 4, 4), (2, 2, 8, 2)])
+def test_a_ring_sends_what_part_11_says_and_every_member_works_as_much(R, P, H, K):
+    """2 (R - 1) P n d forward, 2 (R - 1) P n d + 2 R P n d backward for each query stage; the calls
+    of the kernels are the same on all ranks: one causal, R - 1 of half of q times k."""
+    config = replace(SMALL, n_heads=H, n_kv_heads=K)
+    for U in legal(H, K, P):
+        case = Case(R * P, config, replace(ALL_ON, heads_per_stage=U, ring=R), 16 * R * P)
+        seen = RANKS[R * P](rank_ring, case)
+        n = max(1, U // P // (H // P // max(1, K // P)))  # kv heads of a stage
+        one, T = H // U * P * n * config.head_dim, 16 * P
+        for sent, calls in seen:
+            assert sent == [2 * (R - 1) * one, 2 * (R - 1) * one + 2 * R * one]
+            stage = [(T * T, U // P, True)] + [(T * T // 2, U // P, False)] * (R - 1)
+            assert calls == [stage * (2 * H // U)] * 2
+
+
+def test_members_of_a_ring_have_a_chunk_from_the_front_and_one_from_the_back():
+    """By hand: 24 tokens, 2 members of 3 ranks, chunks of 6. Padded where 2 C does not divide."""
+    assert [upipe.token_spans(4, 6, 2, rank) for rank in range(6)] == [
+        [(0, 4)], [(4, 6), (18, 20)], [(20, 24)], [(6, 10)], [(10, 12), (12, 14)], [(14, 18)]]
+    assert [upipe.tokens_on_rank(S, 6, 2) for S in (12, 13, 24, 25)] == [2, 4, 4, 6]
+
+
+@pytest.mark.parametrize("R", [2, 4])
+def test_a_ring_of_eight_ranks_is_plain_attention(R):
+    config = replace(SMALL, n_heads=8, n_kv_heads=2)
+    case = Case(8, config, replace(ALL_ON, ring=R), 41, docs=(0, 5, 30))
+    assert_same(run(case), expected(case))
 
 
 @pytest.mark.parametrize("dtype, most", [(F32, 22.5), (BF16, 26.5)])
