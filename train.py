@@ -33,7 +33,7 @@ import threading
 import time
 import traceback
 from bisect import bisect, bisect_left
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
@@ -82,16 +82,14 @@ def write_length(tokens):
     return next(f"{tokens // unit}{name}" for unit, name in units if tokens % unit == 0)
 
 
-def number(kind, low, above=False):
-    """An argparse type: a finite int or float of at least `low`, or above it."""
+def number(kind, least):
+    """An argparse type: a finite int or float of at least so much."""
     def parse(text):
         with suppress(ValueError):
-            value = kind(text)
-            if math.isfinite(value) and (value > low or value == low and not above):
-                return value
+            if least <= kind(text) < math.inf:
+                return kind(text)
         what = "a whole number" if kind is int else "a number"
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be {what} {'above' if above else 'of at least'} {low}")
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what} of at least {least}")
     return parse
 
 
@@ -112,7 +110,7 @@ class Flag(NamedTuple):
 
 
 whole, count = number(int, 0), number(int, 1)
-real, positive = number(float, 0), number(float, 0, above=True)
+real, positive = number(float, 0), number(float, 1e-3)
 switch, true = argparse.BooleanOptionalAction, "store_true"
 TEXT, STEPS, SAVE, DRY = ("--task text",), ("--steps",), ("--save",), ("--dry-run",)
 INSTEAD = ("--dry-run", "--road", "--one-rank-of")
@@ -213,21 +211,20 @@ def read_flags(argv=None):
 def refuse_idle(given, flags):
     """Refuse, by name, what was said and would have no effect. A dry run stands for a job: it takes
     all that the job would, and does not ask what that needs."""
-    def there(flag):
-        name, *value = flag.split()
-        return flags[field(name)] == value[0] if value else flags[field(name)]
-    dry, said = flags["dry_run"], [flag for flag in ROWS if field(flag) in given]
+    said, dry = [flag for flag in ROWS if field(flag) in given], flags["dry_run"]
+    active = {f"--task {flags['task']}", *(flag for flag in ROWS if flags[field(flag)])}
+    instead = next((flag for flag in INSTEAD if flag in active), None)
     for one, other in map(str.split, APART):
-        refuse(one in said and other in said,
-               f"{one} and {other} do not go together: leave one out")
-    other = next(filter(there, INSTEAD), None)
+        refuse({one, other} <= set(said), f"{one} and {other} do not go together: leave one out")
     for flag in said:
         needs, job = ROWS[flag].needs, flag in TRAINING
-        if needs and not (job and dry) and not any(map(there, needs)):
-            raise BadInput(f"{flag} has no effect with --steps 0" if needs == STEPS else
-                           f"{flag} has no effect without {' or '.join(needs)}")
-        refuse(job and other and not dry,
-               f"{flag} has no effect with {other}: nothing is trained")
+        lack = "with --steps 0" if needs == STEPS else f"without {' or '.join(needs)}"
+        refuse(needs and not active & set(needs) and not (job and dry),
+               f"{flag} has no effect {lack}")
+        refuse(job and instead and not dry,
+               f"{flag} has no effect with {instead}: nothing is trained")
+    refuse(flags["min_lr"] > flags["lr"],
+           f"--min-lr {flags['min_lr']} is above --lr {flags['lr']}: give a lower one")
     refuse(flags["warmup"] > flags["steps"] > 0 and not dry,
            f"--warmup {flags['warmup']} is longer than --steps {flags['steps']}: the rate would "
            "never reach --lr")
@@ -247,20 +244,13 @@ def extra(name, flag=None):
 SWITCHES = [switch.name for switch in fields(Recipe) if switch.name != "group"]  # each is a flag
 
 
-@dataclass(frozen=True)
-class Machine:
-    cuda: bool
-    card: float  # bytes of a GPU; on a CPU, of a rank's part of the memory
-    host: float  # bytes of a host
-    ranks: int   # of this job that share a host
-
-
 class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine", "codec",
                                         "saved", "given"], frozen=True)):
     """All flags, and what follows from them.
 
     recipe: a Recipe; its own flags stay as given, None where it is left to the machine. Its group
     comes when the ranks have met
+    machine: a Machine of extras/machine.py
     codec: a Tokenizer of extras/text.py; None where a text is its bytes
     saved: run.json of the checkpoint to go on from, or None
     given: the flags that were given, to this run or to those that it goes on from"""
@@ -268,12 +258,7 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
     def at(self, **changes):
         """Settings with other flags, the recipe fitted to them anew."""
         new = replace(self, **changes)
-        wanted = {name: getattr(new, name) for name in SWITCHES}
-        share, plan = new.machine.ranks / new.world, extra("plan")
-        on_host = plan and new.offload_params  # weights, gradients and moments: 16 bytes
-        held = 16 * plan.parameters(new) * share if on_host else 0
-        return replace(new, recipe=fit_recipe(wanted, new.config, new.machine, new.ctx, new.cp,
-                                              new.dtype, held))
+        return replace(new, recipe=fit_recipe(new))
 
     @property
     def length(self):
@@ -302,21 +287,19 @@ def fill(values, **defaults):
     values.update({name: new for name, new in defaults.items() if values[name] is None})
 
 
-def fit_recipe(wanted, config, machine, ctx, cp, dtype, held=0):
-    """The Recipe of the switches that are wanted; a None among them as it suits this machine, of
-    whose host memory `held` bytes are taken."""
-    switches = dict(wanted)
+def fit_recipe(settings):
+    """The Recipe of the switches among the flags; one that is None as it suits the machine."""
+    s, cuda, plan = settings, settings.device == "cuda", extra("plan")
+    switches = {name: getattr(s, name) for name in SWITCHES}
     # Keeping x and attention's output of every block is the fastest, where the host has room.
-    width = config.n_layers * (config.dim + config.n_heads * config.head_dim)
-    kept = width * getattr(torch, dtype).itemsize * ctx / cp * machine.ranks
-    room = not machine.cuda or switches["keep_attention"] or kept + held < 0.9 * machine.host
+    room = s.keep_attention or not (cuda and plan) or plan.host_has_room(s)
     fill(switches, checkpoint=1 if room else 4)
-    checkpoint, textbook = switches["checkpoint"], "plain" if cp == 1 else "ulysses"
-    fill(switches, attention="upipe" if checkpoint else textbook, keep_attention=checkpoint == 1,
-         offload=machine.cuda and checkpoint >= 1)
-    tile = 4096 if machine.cuda else 64
+    lean, textbook = switches["checkpoint"] > 0, "plain" if s.cp == 1 else "ulysses"
+    fill(switches, attention="upipe" if lean else textbook, offload=cuda and lean,
+         keep_attention=switches["checkpoint"] == 1)
+    tile = 4096 if cuda else 64
     # Below a million tokens a stage of attention is too short to hide the reading.
-    fill(switches, stream=switches["offload"] and ctx >= 2**20, tile=tile if checkpoint else 0)
+    fill(switches, stream=switches["offload"] and s.ctx >= 2**20, tile=tile if lean else 0)
     return Recipe(**switches)
 
 
@@ -328,33 +311,30 @@ def launched():
 
 def with_defaults(flags):
     """The flags, with values for those that depend on model, device or another flag."""
-    flags, dry = dict(flags), flags["dry_run"]
+    flags, dry, (_, world, _, ranks_here) = dict(flags), flags["dry_run"], launched()
     fill(flags, device="cuda" if dry or torch.cuda.is_available() else "cpu")
     cuda = flags["device"] == "cuda"
     fill(flags, model=flags["init"] or ("llama3-8b" if cuda else "tiny"),
-         dtype="bfloat16" if cuda else "float32",
-         world=flags["one_rank_of"] or (8 if dry else launched()[1]))
+         dtype="bfloat16" if cuda else "float32", gpus_per_node=8 if dry else ranks_here,
+         world=flags["one_rank_of"] or (8 if dry else world))
     if flags["model"] == "tiny":
         fill(flags, ctx=256, steps=450, lr=4e-3, eval_every=150)
     fill(flags, ctx=128 * 1024, steps=100, lr=3e-4, eval_every=0, cp=flags["world"])
     fill(flags, warmup=flags["steps"] // 20, min_lr=flags["lr"] / 10,
          eval_windows=max(1, 2**14 // flags["ctx"]))
-    refuse(flags["min_lr"] > flags["lr"],
-           f"--min-lr {flags['min_lr']} is above --lr {flags['lr']}: give a lower one")
     return flags
 
 
 def fit_machine(flags):
     """The flags, with float32 on a card that has no bfloat16. BadInput where the ranks or the GPUs
     of this machine cannot be so."""
-    world, cp, (rank, _, local_rank, local_world) = flags["world"], flags["cp"], launched()
-    if world % cp:
-        legal = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        raise BadInput(f"--cp {cp} does not divide the {world} ranks of this job: use {legal}")
+    world, cp, (rank, _, local_rank, ranks_here) = flags["world"], flags["cp"], launched()
+    legal = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+    refuse(world % cp, f"--cp {cp} does not divide the {world} ranks of this job: use {legal}")
     if flags["dry_run"] or flags["device"] != "cuda":
         return flags
-    refuse(local_world > torch.cuda.device_count(),
-           f"--device cuda: {local_world} ranks on this machine, and PyTorch finds "
+    refuse(ranks_here > torch.cuda.device_count(),
+           f"--device cuda: {ranks_here} ranks on this machine, and PyTorch finds "
            f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
     if flags["dtype"] == "bfloat16" and torch.cuda.get_device_capability(local_rank) < (8, 0):
         if rank == 0:
@@ -363,20 +343,6 @@ def fit_machine(flags):
     if flags["dtype"] != "bfloat16":
         extra("kernels", f"--dtype {flags['dtype']} on a GPU")
     return flags
-
-
-def find_machine(flags):
-    """The memory of this machine, or of the one that --dry-run is to think of."""
-    cuda, here = flags["device"] == "cuda", 8 if flags["dry_run"] else launched()[3]
-    ranks, machine = min(flags["world"], flags["gpus_per_node"] or here), extra("machine")
-    known = cuda and flags["dry_run"]
-    host, card = machine.memory_here() if machine else math.inf, 80 * GIB
-    host = (flags["host_mem"] or 0) * GIB or (2000 * GIB if known else host)
-    if not known:
-        card = host / ranks
-        if cuda:
-            card = torch.cuda.get_device_properties(launched()[2]).total_memory
-    return Machine(cuda, (flags["gpu_mem"] or 0) * GIB or card, host, ranks)
 
 
 def choose_model(flags, saved, codec):
@@ -418,50 +384,48 @@ def make_settings(argv=None):
     config = choose_model(flags, saved, codec)
     if flags["kernel"] not in ("auto", *upipe.KERNELS):
         extra("kernels", f"--kernel {flags['kernel']}")
-    settings = Settings(**flags, config=config, recipe=None, machine=find_machine(flags),
-                        codec=codec, saved=saved, given=known).at()  # fits the recipe
+    here = extra("machine")
+    machine = here and here.find_machine(flags, launched()[2])
+    settings = Settings(**flags, config=config, recipe=None, machine=machine, codec=codec,
+                        saved=saved, given=known).at()  # fits the recipe
     settings.recipe.check(config, settings.cp)
     return settings
 
 
 def refuse_early(settings):
     """What can be known to go wrong in the end, before anything begins."""
-    dry = settings.dry_run
+    s, dry = settings, settings.dry_run
     for flag, row in ROWS.items():
-        wanted = getattr(settings, field(flag)) not in (None, False, 0)
-        if row.extra and wanted and not (dry and flag in TRAINING):
+        if row.extra and getattr(s, field(flag)) and not (dry and flag in TRAINING):
             module, *packages = row.extra.split()
             extra(module, flag)
             for package in packages:
                 import_module("extras").need(package, flag)
     if dry:
         return
-    refuse(settings.save and not settings.resume and checkpoints(settings.save),
-           f"--save {settings.save} has checkpoints already: --resume, or another folder")
-    refuse(settings.export and Path(settings.export).exists(),
-           f"--export {settings.export} exists already")
-    if settings.task == "recall":
-        extra("recall", "--task recall").refuse_early(settings)
-    if settings.sample:
-        extra("text", "--sample").refuse_early(settings)
-    if settings.init and not (settings.road or settings.one_rank_of):
-        paths = find_files(settings.data) if settings.task == "text" else ()
-        extra("hf", "--init").refuse_early(settings, paths)
+    refuse(s.save and not s.resume and checkpoints(s.save),
+           f"--save {s.save} has checkpoints already: --resume, or another folder")
+    refuse(s.export and Path(s.export).exists(), f"--export {s.export} exists already")
+    if s.task == "recall":
+        extra("recall", "--task recall").refuse_early(s)
+    if s.sample:
+        extra("text", "--sample").refuse_early(s)
+    if s.init and not (s.road or s.one_rank_of):
+        paths = find_files(s.data) if s.task == "text" else ()
+        extra("hf", "--init").refuse_early(s, paths)
 
 
 def make_folders(settings):
     """Make what the flags name. BadInput if one cannot be written: now, not in a week."""
-    files, folders = [settings.json, settings.plot], []
-    if not settings.dry_run:
-        files += [settings.log, settings.loss_by_position, settings.export]
-        folders += [settings.save, settings.profile]
+    s = settings
+    files, folders = [s.json, s.plot], []
+    if not s.dry_run:
+        files += [s.log, s.loss_by_position, s.export]
+        folders += [s.save, s.profile]
     for name in filter(None, files + folders):
         path = Path(name)
         folder = path.parent if name in files else path
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(str(error))
+        folder.mkdir(parents=True, exist_ok=True)
         refuse(name in files and path.is_dir(), f"{name} is a folder: give a file")
         place = path if path.exists() else folder
         refuse(not os.access(place, os.W_OK), f"cannot write to {name}")
@@ -533,7 +497,7 @@ def join(settings):
         return settings.meet(device)
     timeout = timedelta(seconds=min(settings.timeout, 1e8))
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if world == 1 else {}
-    # With --offload-params gradients are on the CPU, and so is the sum that makes their norm.
+    # With --offload-params weights and gradients are DTensors on the CPU, as are sums of them.
     both = cuda and settings.offload_params
     backend = "cpu:gloo,cuda:nccl" if both else "nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=timeout,
@@ -549,21 +513,18 @@ def join(settings):
 
 
 class Part(NamedTuple):
-    """Where token ids lie. No file stays open: a system allows a process few, data has many."""
+    """Ids [begin, end) of a file. No file stays open: a system allows a process few, data has
+    many."""
     path: Path
     dtype: np.dtype
-    start: int  # of the first id, in bytes
-    count: int  # of ids
+    header: int  # bytes before the file's first id
+    begin: int
+    end: int
 
-    def cut(self, start, stop):
-        return self._replace(start=self.start + start * self.dtype.itemsize, count=stop - start)
-
-    def read(self):
-        try:
-            ids = np.fromfile(self.path, self.dtype, self.count, offset=self.start)
-        except OSError as error:
-            raise BadInput(f"--data: {error}")
-        refuse(len(ids) < self.count,
+    def read(self, start, stop):
+        offset = self.header + (self.begin + start) * self.dtype.itemsize
+        ids = np.fromfile(self.path, self.dtype, stop - start, offset=offset)
+        refuse(len(ids) < stop - start,
                f"--data {self.path} is shorter than it was at the start of this run")
         return ids
 
@@ -572,8 +533,8 @@ class Tokens:
     """Parts of files, one behind the other, as one row of token ids."""
 
     def __init__(self, parts, vocab):
-        self.parts, self.vocab = [part for part in parts if part.count], vocab
-        self.begins = np.cumsum([0] + [part.count for part in self.parts]).tolist()
+        self.parts, self.vocab = [part for part in parts if part.begin < part.end], vocab
+        self.begins = np.cumsum([0] + [part.end - part.begin for part in self.parts]).tolist()
 
     def __len__(self):
         return self.begins[-1]
@@ -582,25 +543,37 @@ class Tokens:
         """ids [start, stop) as int64. Reads nothing else from the disk."""
         ids = np.empty(stop - start, np.int64)
         for i in range(bisect(self.begins, start) - 1, bisect_left(self.begins, stop)):
-            part, begin = self.parts[i], self.begins[i]
-            a, b = max(start - begin, 0), min(stop - begin, part.count)
-            found = part.cut(a, b).read()
-            legal = (found >= 0) & (found < self.vocab)
-            if not legal.all():
-                raise BadInput(f"{part.path}: token id {found[legal.argmin()]} is not in the "
+            a, b = max(start, self.begins[i]), min(stop, self.begins[i + 1])
+            found = self.parts[i].read(a - self.begins[i], b - self.begins[i])
+            wrong = found[(found < 0) | (found >= self.vocab)]
+            if len(wrong):
+                raise BadInput(f"{self.parts[i].path}: token id {wrong[0]} is not in the "
                                f"vocabulary of {self.vocab} (another integer width?)")
-            ids[begin + a - start:begin + b - start] = found
+            ids[a - start:b - start] = found
         return ids
 
     def window(self, start, ctx, cp, cp_rank, docs=None):
-        """A rank's slice of the window at `start`: inputs, labels and, with docs, where documents
-        start. The last token of one has no label."""
-        inputs, labels = read_slice(self, start, ctx, cp, cp_rank)
+        """A rank's slice of the window at `start`: inputs and labels, int64 [s], s = ceil(ctx/cp),
+        and, with docs, where documents start in the whole window, the same on every rank.
+
+        The slice is that of upipe.shard(), without reading the rest: its last label is the next
+        slice's first input. Beyond the window (a ctx that cp does not divide) and beyond the data
+        (a short validation set) labels are ignored, as is that of a document's last token."""
+        s, end = -(-ctx // cp), min(start + ctx, len(self) - 1)  # the last token is but a label
+        a, b = (min(start + rank * s, end) for rank in (cp_rank, cp_rank + 1))
+        inputs, labels = torch.zeros(s, dtype=torch.int64), torch.full((s,), IGNORE)
+        if a < b:
+            ids = torch.from_numpy(self.read(a, b + 1))
+            inputs[:b - a], labels[:b - a] = ids[:-1], ids[1:]
         if docs is None:
             return inputs, labels
-        starts = find_documents(self, start, ctx, docs)
-        last = starts[1:] - 1 - cp_rank * len(labels)
-        labels[last[(last >= 0) & (last < len(labels))]] = IGNORE
+        # Documents start with a file, and after each token `docs`: for those, read it all.
+        starts = {0, *(begin - start for begin in self.begins if start < begin < end)}
+        if docs != NO_ID and start < end:
+            starts.update((np.flatnonzero(self.read(start, end - 1) == docs) + 1).tolist())
+        starts = torch.tensor(sorted(starts))
+        last = starts[1:] - 1 - cp_rank * s
+        labels[last[(last >= 0) & (last < s)]] = IGNORE
         return inputs, labels, starts
 
 
@@ -622,7 +595,7 @@ def open_file(path, vocab):
     npy = path.suffix == ".npy"
     try:
         ids = np.lib.format.open_memmap(path, mode="r") if npy else np.memmap(path, dtype, "r")
-    except (OSError, ValueError) as error:  # not readable, not .npy, not a whole number of ids
+    except ValueError as error:  # not .npy, not a whole number of ids
         raise BadInput(f"{path}, as {'numpy file' if npy else dtype}: {error}")
     refuse(ids.ndim != 1 or ids.dtype.kind not in "iu",
            f"{path}: {ids.dtype} of shape {ids.shape} is not one row of integers")
@@ -630,52 +603,40 @@ def open_file(path, vocab):
     refuse(dtype.itemsize == 2 and len(head) > 1 and head.any() and not head[1::2].any(),
            f"{path}: every second id is 0, as if uint32 were read as uint16: save uint16 for a "
            f"vocabulary of {vocab}, or a .npy file")
-    return Part(path, ids.dtype, ids.offset, len(ids))
-
-
-def walk(folder, skip):
-    """The files below a folder, in an order that depends on their names alone."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name[0] == "." or entry.name in skip:
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from walk(entry.path, skip)
-        elif entry.is_file() and entry.stat().st_size:
-            yield Path(entry.path)
+    return Part(path, ids.dtype, ids.offset, 0, len(ids))
 
 
 def find_files(data):
-    """The files that --data names."""
-    root, skip = Path(data or ""), ()
+    """The files that --data names, in an order that depends on their names alone."""
+    root, found, skip = Path(data or ""), [], set()
     if data is None:
         root = Path(sysconfig.get_path("stdlib"))
-        skip = ("site-packages", "dist-packages", "test", "tests", "idle_test")
+        skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     if root.is_file():
         return [root]
     refuse(data == "" or not root.is_dir(), f"--data {data!r} is no file or folder")
-    return [path for path in walk(root, skip) if data or path.suffix == ".py"]
+    for folder, folders, names in os.walk(root, onerror=lambda error: refuse(True, error)):
+        folders[:] = [name for name in folders if name[0] != "." and name not in skip]
+        found += [Path(folder, name) for name in names if name[0] != "."]
+    return sorted(path for path in found if (data or path.suffix == ".py")
+                  and path.is_file() and path.stat().st_size)
 
 
 def open_data(data, vocab, ctx, tokenizer=None):
     """(train, valid): of every ten files the tenth is held out; of fewer, a tenth of each."""
-    try:
-        paths = find_files(data)
-        if tokenizer and not any(path.suffix in (".bin", ".npy") for path in paths):
-            cache, dtype, ends = extra("text", "--tokenizer").tokenize(paths, tokenizer)
-            row = Part(cache, dtype, 0, None)
-            parts = [row.cut(a, b) for a, b in zip([0, *ends], ends)]
-        else:
-            parts = [open_file(path, vocab) for path in paths]
-    except OSError as error:
-        raise BadInput(f"--data {data}: {error}")
-    name = data or "Python's standard library"
+    paths, name = find_files(data), data or "Python's standard library"
+    if tokenizer and not any(path.suffix in (".bin", ".npy") for path in paths):
+        cache, dtype, ends = extra("text", "--tokenizer").tokenize(paths, tokenizer)
+        parts = [Part(cache, dtype, 0, *ids) for ids in zip([0, *ends], ends)]
+    else:
+        parts = [open_file(path, vocab) for path in paths]
     refuse(len({part.dtype for part in parts}) > 1,
            f"--data {name}: text and tokens, or several integer types, in one folder")
-    if len(parts) >= 10:
-        train, valid = [part for i, part in enumerate(parts) if i % 10 != 9], parts[9::10]
-    else:
-        train = [part.cut(0, part.count * 9 // 10) for part in parts]
-        valid = [part.cut(part.count * 9 // 10, part.count) for part in parts]
+    train, valid = [part for i, part in enumerate(parts) if i % 10 != 9], parts[9::10]
+    if not valid:
+        cuts = [part.begin + (part.end - part.begin) * 9 // 10 for part in parts]
+        train = [part._replace(end=cut) for part, cut in zip(parts, cuts)]
+        valid = [part._replace(begin=cut) for part, cut in zip(parts, cuts)]
     train, valid = Tokens(train, vocab), Tokens(valid, vocab)
     refuse(len(train) < ctx + 1 or len(valid) < 2,
            f"--data {name}: --ctx {write_length(ctx)} needs {ctx + 1} tokens to train on and 2 to "
@@ -683,36 +644,11 @@ def open_data(data, vocab, ctx, tokenizer=None):
     return train, valid
 
 
-def read_slice(tokens, start, ctx, cp, cp_rank):
-    """This rank's slice of the window at `start`: inputs and labels, int64 [s], s = ceil(ctx/cp).
-
-    The same as upipe.shard() of the whole window, without reading it: the last label is the next
-    slice's first input. Beyond the window (a ctx that cp does not divide) and beyond the data (a
-    short validation set) labels are ignored."""
-    s = -(-ctx // cp)
-    end = min(start + ctx, len(tokens) - 1)  # the last token can only be a label
-    a, b = (min(start + rank * s, end) for rank in (cp_rank, cp_rank + 1))
-    inputs, labels = torch.zeros(s, dtype=torch.int64), torch.full((s,), IGNORE)
-    if a < b:
-        ids = torch.from_numpy(tokens.read(a, b + 1))
-        inputs[:b - a], labels[:b - a] = ids[:-1], ids[1:]
-    return inputs, labels
-
-
-def find_documents(tokens, start, ctx, separator):
-    """Where documents start in the window at `start`: [0, ...], the same on every rank. They start
-    with a file, and after each token `separator`: for those a rank reads the whole window."""
-    stop = min(start + ctx, len(tokens) - 1)
-    found = {begin - start for begin in tokens.begins if start < begin < stop}
-    if separator != NO_ID and start < stop:
-        found.update((np.flatnonzero(tokens.read(start, stop - 1) == separator) + 1).tolist())
-    return torch.tensor(sorted({0} | found))
-
-
-def read_windows(job, tokens, starts, ctx, docs=None):
+def read_windows(job, tokens, starts, settings):
     """This rank's slices of windows, and the number of labels in all windows of all ranks."""
     def work():
-        batch = [tokens.window(start, ctx, job.cp, job.cp_rank, docs) for start in starts]
+        batch = [tokens.window(start, settings.ctx, job.cp, job.cp_rank, settings.docs)
+                 for start in starts]
         return batch, sum(int((labels != IGNORE).sum()) for _, labels, *_ in batch)
     return job.together(work)
 
@@ -751,25 +687,25 @@ class Data:
 
 def find_data(job, settings):
     """The Data that --task, --data and the tokenizer say."""
-    if settings.task == "recall":
+    s, text = settings, extra("text")
+    if s.task == "recall":
         job.say("data      keys and values at the start of each window, asked for at its end")
-        train, valid, compare = extra("recall", "--task recall").make_data(settings)
-        return Data(train, valid, eval_starts(valid, settings), compare)
+        train, valid, compare = extra("recall", "--task recall").make_data(s)
+        return Data(train, valid, eval_starts(valid, s), compare)
 
     def work():
-        train, valid = open_data(settings.data, settings.config.vocab_size, settings.ctx,
-                                 settings.codec)
+        train, valid = open_data(s.data, s.config.vocab_size, s.ctx, s.codec)
         return (train, valid, fingerprint(train)), 0
-    if settings.codec:  # one rank of each machine writes the cache
+    if s.codec:  # one rank of each machine writes the cache
         first = launched()[2] == 0
         job.together(lambda: work() if first else (None, 0))
     (train, valid, mark), _ = job.together(work)
     refuse(len(set(job.gather(mark))) > 1,
-           f"--data {settings.data}: the ranks see different files: rank {job.rank} {mark}")
-    held_out, text = eval_starts(valid, settings), extra("text")
-    job.say(f"data      {settings.data or 'the Python standard library'}: {len(train):,} tokens, "
+           f"--data {s.data}: the ranks see different files: rank {job.rank} {mark}")
+    held_out = eval_starts(valid, s)
+    job.say(f"data      {s.data or 'the Python standard library'}: {len(train):,} tokens, "
             f"and {len(valid):,} to validate: {len(held_out)} windows")
-    compare = text.compare(job, settings, train, valid, held_out) if text else ""
+    compare = text.compare(job, s, train, valid, held_out) if text else ""
     return Data(train, valid, held_out, compare, mark)
 
 
@@ -847,22 +783,22 @@ def train_step(job, model, optimizer, batch, total, recipe, grad_clip, step):
     loss = loss.item()
     fault = f"step {step}: the loss of rank {job.rank} is {loss}, nothing was updated"
     loss = job.agree(None if math.isfinite(loss) else fault, loss)
-    # The norm is taken over the shards of all ranks: one number, so one decision, on every rank.
-    parameters = [p for p in model.parameters() if p.grad is not None]  # the others are frozen
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor()
-    refuse(not norm.isfinite(),
-           f"step {step}: the gradient norm is {norm.item()}, nothing was updated")
-    if grad_clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+    # The norm is that of the shards of all ranks: one number, so one decision, on every rank.
+    shards = [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # else frozen
+    norm = torch.nn.utils.get_total_norm(shards).item()
+    norm = math.sqrt(job.agree(None, norm**2))
+    refuse(not math.isfinite(norm), f"step {step}: the gradient norm is {norm}, nothing was updated")
+    if grad_clip and norm > grad_clip:
+        torch._foreach_mul_(shards, grad_clip / (norm + 1e-6))  # as torch's clip_grad_norm_
     optimizer.step()
-    return loss, norm.item()
+    return loss, norm
 
 
 def read_held_out(job, data, settings):
     """read_windows of all windows that evaluation sees. The groups share them. One that has fewer
     than the others joins in with an empty one, past the data's end: all make the same calls."""
     starts = data.held_out + [len(data.valid)] * (-len(data.held_out) % job.dp)
-    return read_windows(job, data.valid, starts[job.dp_rank::job.dp], settings.ctx, settings.docs)
+    return read_windows(job, data.valid, starts[job.dp_rank::job.dp], settings)
 
 
 @torch.no_grad()
@@ -889,12 +825,6 @@ REMEMBERED = (*FIXED, *SWITCHES, "cp", "dtype", "data", "tokenizer", "steps", "l
 FACTS = {"step", "drawn", "data", "world", "config", "flags", "files"}  # what run.json says
 
 
-@dataclass
-class Run:
-    step: int = 0   # steps that are done
-    drawn: int = 0  # windows that all groups together have been trained on
-
-
 def checkpoints(folder, dot=""):
     """The folders with the name of a checkpoint, oldest first; with a dot, of an unfinished one."""
     return sorted(path for path in Path(folder).glob(f"{dot}step-*")
@@ -910,8 +840,8 @@ def read_checkpoint(path):
         refuse(not same, "another version of train.py wrote it")
         refuse(path.name != f"step-{saved['step']:08d}", f"it is of step {saved['step']}")
         for name, (size, _) in saved["files"].items():
-            size_now = (path / name).stat().st_size
-            refuse(size_now != size, f"{name} had {size} bytes when it was written")
+            refuse((path / name).stat().st_size != size,
+                   f"{name} had {size} bytes when it was written")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise BadInput(f"run.json: {error}")
     if saved["world"] != launched()[1]:
@@ -928,28 +858,23 @@ def whole(folder):
     return found
 
 
-@contextmanager
-def naming_the_one_before(path):
-    """Whatever cannot be read of a checkpoint is a BadInput that tells what to resume from."""
-    try:
-        yield
-    except BadInput as error:
-        way = "none before it is whole"
-        for older in whole(path.parent):
-            if older["path"] < path:
-                step = older["step"]
-                way = f"--resume {step} takes step-{step:08d}, the newest whole one before it"
-        raise BadInput(f"--resume: {path} is damaged: {error}; {way}")
+def damaged(path, error):
+    """The BadInput for a checkpoint that cannot be read: it tells what to resume from."""
+    before = [saved["path"].name for saved in whole(path.parent) if saved["path"] < path]
+    way = "none before it is whole"
+    if before:
+        way = (f"--resume {int(before[-1][5:])} takes {before[-1]}, the newest whole one before it")
+    return BadInput(f"--resume: {path} is damaged: {error}; {way}")
 
 
 def find_checkpoint(folder, step):
     """read_checkpoint of the newest in --save, or of that of `step`; None if there is none."""
     found = [path for path in checkpoints(folder) if step in (NO_ID, int(path.name[5:]))]
     refuse(not found and step != NO_ID, f"--resume {step}: {folder} has no step-{step:08d}")
-    if not found:
-        return None
-    with naming_the_one_before(found[-1]):
-        return read_checkpoint(found[-1])
+    try:
+        return read_checkpoint(found[-1]) if found else None
+    except BadInput as error:
+        raise damaged(found[-1], error)
 
 
 def sweep(folder):
@@ -964,7 +889,7 @@ def sweep(folder):
 def claim(settings):
     """Rank 0 makes --save this job's own -> the lock, to be held."""
     folder, guard = Path(settings.save), extra("guard")
-    lock = guard.lock(folder) if guard else None
+    lock = guard.lock(folder) if guard else nullcontext()
     for path in set(folder.glob("step-*")) - set(checkpoints(folder)):
         print(f"notice    {path} has not the name of a checkpoint: it is left alone")
     for path in checkpoints(folder, "."):
@@ -983,13 +908,13 @@ def state_of(model, optimizer):
     return state
 
 
-def save_state(job, settings, model, optimizer, run, data):
+def save_state(job, settings, model, optimizer, step, drawn, data):
     """Write a checkpoint, and remove all but the last --keep. BadInput if the disk is full."""
-    folder, name, guard = Path(settings.save), f"step-{run.step:08d}", extra("guard")
+    folder, name, guard = Path(settings.save), f"step-{step:08d}", extra("guard")
     part = folder / f".{name}"
     flags = {name: getattr(settings, name) for name in REMEMBERED
              if name in FIXED or name in settings.given}
-    facts = dict(step=run.step, drawn=run.drawn, data=data, world=job.world,
+    facts = dict(step=step, drawn=drawn, data=data, world=job.world,
                  config=asdict(settings.config), flags=flags)
 
     def write():
@@ -1026,34 +951,35 @@ def distributed(work, state, path):
 
 
 def load_state(job, settings, model, optimizer, data):
-    """The Run to go on with, on data of this fingerprint: of a checkpoint, from published weights
-    or from the start."""
+    """Set model and optimizer as a checkpoint or published weights have them -> steps done, windows
+    drawn by all groups together. data: the fingerprint of what they are drawn from."""
     saved, guard = settings.saved, extra("guard")
-    step = saved["step"] if saved else 0
-    ends = torch.tensor([step, -step], device=job.device)  # the largest, and the smallest
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    refuse(ends.sum(), f"--save {settings.save}: the ranks see different checkpoints there: it "
-           "must be one folder for all")
+    refuse(len(set(job.gather(saved and saved["step"]))) > 1,
+           f"--save {settings.save}: the ranks see different checkpoints there: it must be one "
+           "folder for all")
     if not saved:
         if settings.resume:
             job.say(f"resume    no checkpoint in {settings.save} yet: from the start")
         if settings.init:
             extra("hf", "--init").load_weights(job, settings.config, model, settings.init)
-        return Run()
-    refuse(saved["data"] != data, f"--data is of {data}, and was of {saved['data']} in "
-           f"{settings.save}: its windows would be others")
+        return 0, 0
+    path, was = saved["path"], saved["data"]
+    refuse(was != data, f"--data is of {data}, and was of {was} in {settings.save}: its windows "
+           "would be others")
     make_moments(model, optimizer)  # there must be some to load into
     state = state_of(model, optimizer)
-    with naming_the_one_before(saved["path"]):
+    try:
         if guard and settings.verify is not False:
             job.together(lambda: (guard.verify(job, saved), 0))
         elif not guard:
             job.say("notice    without the folder extras no checksum is compared")
-        distributed("load", state, saved["path"])
+        distributed("load", state, path)
+    except BadInput as error:
+        raise damaged(path, error)
     torch.set_rng_state(state["rng"])
-    job.say(f"resume    {saved['path']}, written by {saved['world']} ranks")
-    job.on_rank_0(lambda: put_aside(saved["path"]))
-    return Run(saved["step"], saved["drawn"])
+    job.say(f"resume    {path}, written by {saved['world']} ranks")
+    job.on_rank_0(lambda: put_aside(path))
+    return saved["step"], saved["drawn"]
 
 
 def put_aside(path):
@@ -1089,84 +1015,40 @@ class Stop:
             self.asked = True
 
 
-class Log:
-    """--log, by rank 0. A resumed run writes on where it left off."""
+def rewind_log(path, step):
+    """Drop what will be done anew, and a last line that a crash has cut off."""
+    if not path.is_file():  # /dev/stdout is none
+        return
+    old, kept = path.read_bytes().splitlines(), []
+    for i, line in enumerate(old, 1):
+        try:
+            record = json.loads(line)
+            if record["step"] + ("validation_loss" in record) <= step:
+                kept.append(line)
+        except (ValueError, TypeError, KeyError):
+            torn = i == len(old) and b'{"step": '.startswith(line.strip(b"\0")[:9])
+            refuse(not torn, f"--log {path}, line {i}, is no step of a run: give another file")
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(b"".join(line + b"\n" for line in kept))
+    os.replace(new, path)
 
-    def __init__(self, job, path, step):
-        self.path = Path(path).resolve() if path and job.rank == 0 else None
-        job.on_rank_0(lambda: self.rewind(step))
 
-    def rewind(self, step):
-        """Drop what will be done anew, and a last line that a crash has cut off."""
-        if not self.path or not self.path.is_file():  # /dev/stdout is none
-            return
-        old, kept = self.path.read_bytes().splitlines(), []
-        for i, line in enumerate(old):
-            try:
-                record = json.loads(line)
-                if record["step"] + ("validation_loss" in record) <= step:
-                    kept.append(line)
-            except (ValueError, TypeError, KeyError):
-                torn = b'{"step": '.startswith(line.strip(b"\0")[:9])
-                if i < len(old) - 1 or not torn:
-                    raise BadInput(f"--log {self.path}, line {i + 1}, is no step of a run: give "
-                                   "another file")
-        new = self.path.with_name(f"{self.path.name}.new")
-        new.write_bytes(b"".join(line + b"\n" for line in kept))
-        os.replace(new, self.path)
-
-    def __call__(self, **record):
-        if self.path:
-            with open(self.path, "a") as file:
+def report(job, path, line, record):
+    """Print a line, and append a record to --log."""
+    def append():
+        try:
+            with open(path, "a") as file:
                 file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise BadInput(f"--log {path}: {error}")
+    job.say(line)
+    if path:
+        job.on_rank_0(append)
 
 
-def run_steps(job, settings, model, optimizer, data, run):
-    """Train from run.step to --steps -> whether it came so far: a signal ends it after any step."""
-    s, first, began = settings, run.step, time.perf_counter()
-    plan, tokens = extra("plan"), s.grad_accum * job.dp * s.ctx
-    watch = plan.progress_bar if plan else lambda *_: nullcontext()
-    ahead = run.drawn - first * s.grad_accum * job.dp
-    log, stop = Log(job, s.log, first), Stop() if s.save else None
-    for step in range(first, max(first, s.steps) + 1):
-        if step >= s.steps or s.eval_every and step % s.eval_every == 0:
-            with watch(job, model, "evaluation", -(-len(data.held_out) // job.dp), s):
-                valid = evaluate(job, model, data, s)
-            job.say(f"step {step:5d} | validation loss {valid:.4f} nats per token{data.compare}")
-            log(step=step, validation_loss=valid)
-        if step >= s.steps:
-            break
-        begin, lr = time.perf_counter(), learning_rate(s, step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        starts = train_starts(job, data.train, s.ctx, s.seed, step, s.grad_accum, ahead)
-        batch, total = read_windows(job, data.train, starts, s.ctx, s.docs)
-        inside = s.profile and step == min(first + 1, s.steps - 1)  # the first is not typical
-        with (extra("road", "--profile").profiled(job, s.profile) if inside else nullcontext(),
-              watch(job, model, f"step {step + 1}", plan and plan.step_passes(s), s)):
-            loss, norm = train_step(job, model, optimizer, batch, total, s.recipe, s.grad_clip,
-                                    step + 1)
-        run.step, run.drawn = step + 1, run.drawn + len(starts) * job.dp
-        record = dict(step=run.step, loss=loss, lr=lr, norm=norm,
-                      seconds=time.perf_counter() - begin, drawn=run.drawn)
-        log(**report_step(job, s, tokens, record))
-        stopping = stop is not None and job.agree(None, stop.asked) > 0  # any rank was asked
-        due = s.save_every and run.step % s.save_every == 0
-        if s.save and (stopping or due or run.step == s.steps):
-            save_state(job, s, model, optimizer, run, data.mark)
-        if stopping:
-            job.say(f"stopped   after step {run.step}: --save {s.save} --resume goes on")
-            return False
-    steps = run.step - first
-    job.say(f"done      {steps} steps, {tqdm.format_sizeof(steps * tokens)} tokens in "
-            f"{tqdm.format_interval(time.perf_counter() - began)}, validation loss "
-            f"{valid:.4f}{data.compare}")
-    return True
-
-
-def report_step(job, settings, tokens, record):
-    """Say a step's line -> the record, with speed and memory."""
-    seconds = record["seconds"]
+def report_step(job, settings, record):
+    """report() of a step, with its speed and memory."""
+    seconds, tokens = record["seconds"], settings.grad_accum * job.dp * settings.ctx
     record["tokens_per_second"] = tokens / seconds
     line = (f"step {record['step']:5d} | loss {record['loss']:.4f} | lr {record['lr']:.2e} | "
             f"norm {record['norm']:.3f} | {tokens / seconds:,.0f} tokens/s | {seconds:.2f} s")
@@ -1176,8 +1058,51 @@ def report_step(job, settings, tokens, record):
         line += f" | MFU {mfu:.1%}" if mfu else ""
         line += f" | peak {record['peak_bytes'] / GIB:.1f} GiB"
         torch.cuda.reset_peak_memory_stats()
-    job.say(line)
-    return record
+    report(job, settings.log, line, record)
+
+
+def run_steps(job, settings, model, optimizer, data, first, drawn):
+    """Train from step `first` to --steps -> whether it came so far: a signal ends it after any
+    step. drawn: the windows that were trained on before."""
+    s, plan, began = settings, extra("plan"), time.perf_counter()
+    windows = s.grad_accum * job.dp  # a step's
+    watch = plan.progress_bar if plan else lambda *_: nullcontext()
+    ahead, stop = drawn - first * windows, Stop() if s.save else None
+    if s.log:
+        job.on_rank_0(lambda: rewind_log(Path(s.log).resolve(), first))
+    for step in range(first, max(first, s.steps) + 1):
+        if step >= s.steps or s.eval_every and step % s.eval_every == 0:
+            with watch(job, model, "evaluation", -(-len(data.held_out) // job.dp), s):
+                valid = evaluate(job, model, data, s)
+            report(job, s.log, f"step {step:5d} | validation loss {valid:.4f} nats per token"
+                   f"{data.compare}", dict(step=step, validation_loss=valid))
+        if step >= s.steps:
+            break
+        begin, lr = time.perf_counter(), learning_rate(s, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        starts = train_starts(job, data.train, s.ctx, s.seed, step, s.grad_accum, ahead)
+        batch, total = read_windows(job, data.train, starts, s)
+        inside = s.profile and step == min(first + 1, s.steps - 1)  # the first is not typical
+        with (extra("road", "--profile").profiled(job, s.profile) if inside else nullcontext(),
+              watch(job, model, f"step {step + 1}", plan and plan.step_passes(s), s)):
+            loss, norm = train_step(job, model, optimizer, batch, total, s.recipe, s.grad_clip,
+                                    step + 1)
+        done, drawn = step + 1, ahead + (step + 1) * windows
+        report_step(job, s, dict(step=done, loss=loss, lr=lr, norm=norm,
+                                 seconds=time.perf_counter() - begin, drawn=drawn))
+        stopping = stop is not None and job.agree(None, stop.asked) > 0  # any rank was asked
+        due = s.save_every and done % s.save_every == 0
+        if s.save and (stopping or due or done == s.steps):
+            save_state(job, s, model, optimizer, done, drawn, data.mark)
+        if stopping:
+            job.say(f"stopped   after step {done}: --save {s.save} --resume goes on")
+            return False
+    tokens = (step - first) * windows * s.ctx
+    job.say(f"done      {step - first} steps, {tqdm.format_sizeof(tokens)} tokens in "
+            f"{tqdm.format_interval(time.perf_counter() - began)}, validation loss "
+            f"{valid:.4f}{data.compare}")
+    return True
 
 
 def use_model(job, settings, model, data):
@@ -1225,8 +1150,8 @@ def main(settings):
     with lock or nullcontext():  # rank 0 holds it until the job or its process ends
         data = find_data(job, settings)
         model, optimizer = build(settings, job)
-        run = load_state(job, settings, model, optimizer, data.mark)
-        if run_steps(job, settings, model, optimizer, data, run):
+        first, drawn = load_state(job, settings, model, optimizer, data.mark)
+        if run_steps(job, settings, model, optimizer, data, first, drawn):
             use_model(job, settings, model, data)
     dist.destroy_process_group()
     return 0
@@ -1241,10 +1166,10 @@ def run(argv=None):
     try:
         settings = make_settings(argv)
         code = main(settings) or 0
-    except BadInput as error:
+    except (BadInput, OSError) as error:
         # Once the ranks have met, all know it, and rank 0 says it. Before, each one may be alone:
         # every rank speaks, those of one machine after their first.
-        met = dist.is_initialized()
+        met = dist.is_initialized() and isinstance(error, BadInput)
         time.sleep((10 if met else 1) * (local_rank > 0 or met and rank > 0))
         if rank == 0 or not met:
             print(f"train.py: {error}", file=sys.stderr)

@@ -17,6 +17,16 @@ def parameters(settings):
         return sum(p.numel() for p in GPT(settings.config).parameters())
 
 
+def host_has_room(settings):
+    """Whether x and attention's output of every block can wait on the host, beside what
+    --offload-params puts there: weights, gradients and moments."""
+    s, c = settings, settings.config
+    width = c.n_layers * (c.dim + c.n_heads * c.head_dim)
+    kept = width * getattr(torch, s.dtype).itemsize * s.ctx / s.cp
+    held = 16 * parameters(s) / s.world if s.offload_params else 0
+    return (kept + held) * s.machine.ranks < 0.9 * s.machine.host
+
+
 def forward_flops(settings):
     """(attention, rest) of one sequence's forward pass; 2 FLOPs per multiply-add."""
     c, d, ctx = settings.config, settings.config.head_dim, settings.ctx
