@@ -21,14 +21,12 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
-import hashlib
 import json
 import math
 import re
 import shutil
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -44,14 +42,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed import fsdp
-from tqdm import tqdm
 
-import upipe
-from upipe import BadInput, GPT, GPTConfig, IGNORE, PRESETS, Recipe
+from upipe import BadInput, GPT, GPTConfig, IGNORE, KERNELS, PRESETS, Recipe
 
-GIB = 2**30
 NO_ID = -1  # no token
 
 # 1. Flags -----------------------------------------------------------------------------------------
@@ -62,24 +56,12 @@ def refuse(when, message):
         raise BadInput(message)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):  # argparse's own would print its usage on every rank
-        raise BadInput(message)
-
-
 def length(text):
     """'8k' -> 8192, '5m' -> 5242880, '4096' -> 4096."""
-    match = re.fullmatch(r"([0-9]+)([km]?)", text.lower())
-    tokens = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]] if match else 0
-    if tokens < 1:
+    match = re.fullmatch(r"([1-9][0-9]*)([km]?)", text.lower())
+    if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no length: give tokens as 4096, 128k or 5m")
-    return tokens
-
-
-def write_length(tokens):
-    """5242880 -> '5m'."""
-    units = ((2**20, "m"), (2**10, "k"), (1, ""))
-    return next(f"{tokens // unit}{name}" for unit, name in units if tokens % unit == 0)
+    return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]]
 
 
 def number(kind, least):
@@ -88,8 +70,7 @@ def number(kind, least):
         with suppress(ValueError):
             if least <= kind(text) < math.inf:
                 return kind(text)
-        what = "a whole number" if kind is int else "a number"
-        raise argparse.ArgumentTypeError(f"{text!r} must be {what} of at least {least}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__} of at least {least}")
     return parse
 
 
@@ -197,13 +178,14 @@ DEFAULTS = {field(flag): row.default for flag, row in ROWS.items()}
 
 def read_flags(argv=None):
     """What is said on the command line, and nothing else: {name: value}."""
-    parser = Parser(prog="train.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser("train.py", description=__doc__.split("\n")[0],
+                                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.error = lambda message: refuse(True, message)  # its own prints the usage on every rank
     for title, rows in FLAGS.items():
         group = parser.add_argument_group(title)
         for flag, row in rows.items():
-            what = ("choices" if isinstance(row.kind, tuple) else
-                    "action" if row.kind in (switch, true) else "type")
+            what = "choices" if isinstance(row.kind, tuple) else "type"
+            what = "action" if row.kind in (switch, true) else what
             group.add_argument(*flag.split(), help=row.help, **{what: row.kind}, **row.more)
     return vars(parser.parse_args(argv))
 
@@ -218,22 +200,24 @@ def refuse_idle(given, flags):
         refuse({one, other} <= set(said), f"{one} and {other} do not go together: leave one out")
     for flag in said:
         needs, job = ROWS[flag].needs, flag in TRAINING
+        if job and dry:
+            continue
         lack = "with --steps 0" if needs == STEPS else f"without {' or '.join(needs)}"
-        refuse(needs and not active & set(needs) and not (job and dry),
-               f"{flag} has no effect {lack}")
-        refuse(job and instead and not dry,
-               f"{flag} has no effect with {instead}: nothing is trained")
+        refuse(needs and not active & set(needs), f"{flag} has no effect {lack}")
+        refuse(job and instead, f"{flag} has no effect with {instead}: nothing is trained")
     refuse(flags["min_lr"] > flags["lr"],
            f"--min-lr {flags['min_lr']} is above --lr {flags['lr']}: give a lower one")
     refuse(flags["warmup"] > flags["steps"] > 0 and not dry,
-           f"--warmup {flags['warmup']} is longer than --steps {flags['steps']}: the rate would "
-           "never reach --lr")
+           f"--warmup {flags['warmup']} is longer than --steps {flags['steps']}")
 
 
 def extra(name, flag=None):
     """The module extras.`name`, which `flag` needs. Without a flag: None if the folder is gone."""
+    name, *packages = name.split()
     here = Path(__file__).with_name("extras").is_dir()
     refuse(flag and not here, f"{flag} needs the folder extras, which is not here")
+    for package in packages:
+        import_module("extras").need(package, flag)
     return import_module(f"extras.{name}") if here else None
 
 
@@ -248,8 +232,7 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
                                         "saved", "given"], frozen=True)):
     """All flags, and what follows from them.
 
-    recipe: a Recipe; its own flags stay as given, None where it is left to the machine. Its group
-    comes when the ranks have met
+    recipe: a Recipe; its group comes when the ranks have met. Its flags stay as given
     machine: a Machine of extras/machine.py
     codec: a Tokenizer of extras/text.py; None where a text is its bytes
     saved: run.json of the checkpoint to go on from, or None
@@ -262,15 +245,15 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
 
     @property
     def length(self):
-        return write_length(self.ctx)
+        """--ctx as one writes it: 5242880 -> '5m'."""
+        units = ((2**20, "m"), (2**10, "k"), (1, ""))
+        return next(f"{self.ctx // unit}{name}" for unit, name in units if self.ctx % unit == 0)
 
     def meet(self, device, whole=False):
-        """The Job of a process whose ranks have met: cp of them share a sequence.
-
-        whole: every rank has the whole model, by FSDP over groups of one."""
+        """The Job of a process whose ranks have met. whole: FSDP's groups are of one rank."""
         world, cp = dist.get_world_size(), self.cp
-        mesh = init_device_mesh(device.type, (world // cp, cp), mesh_dim_names=("dp", "cp"))
-        everyone = init_device_mesh(device.type, (world, 1), mesh_dim_names=("all", "one"))
+        mesh = dist.init_device_mesh(device.type, (world // cp, cp), mesh_dim_names=("dp", "cp"))
+        everyone = dist.init_device_mesh(device.type, (world, 1), mesh_dim_names=("all", "one"))
         dp_rank, cp_rank = mesh.get_coordinate()
         return Job(dist.get_rank(), world, device, world // cp, dp_rank, cp, cp_rank,
                    mesh["cp"].get_group(), everyone["one" if whole else "all"])
@@ -311,37 +294,26 @@ def launched():
 
 def with_defaults(flags):
     """The flags, with values for those that depend on model, device or another flag."""
-    flags, dry, (_, world, _, ranks_here) = dict(flags), flags["dry_run"], launched()
+    flags, dry, (rank, world, local_rank, ranks_here) = dict(flags), flags["dry_run"], launched()
     fill(flags, device="cuda" if dry or torch.cuda.is_available() else "cpu")
     cuda = flags["device"] == "cuda"
     fill(flags, model=flags["init"] or ("llama3-8b" if cuda else "tiny"),
          dtype="bfloat16" if cuda else "float32", gpus_per_node=8 if dry else ranks_here,
          world=flags["one_rank_of"] or (8 if dry else world))
+    if flags["init"] and Path(flags["init"], "tokenizer.json").exists():
+        fill(flags, tokenizer=f"{flags['init']}/tokenizer.json")
     if flags["model"] == "tiny":
         fill(flags, ctx=256, steps=450, lr=4e-3, eval_every=150)
     fill(flags, ctx=128 * 1024, steps=100, lr=3e-4, eval_every=0, cp=flags["world"])
     fill(flags, warmup=flags["steps"] // 20, min_lr=flags["lr"] / 10,
          eval_windows=max(1, 2**14 // flags["ctx"]))
-    return flags
-
-
-def fit_machine(flags):
-    """The flags, with float32 on a card that has no bfloat16. BadInput where the ranks or the GPUs
-    of this machine cannot be so."""
-    world, cp, (rank, _, local_rank, ranks_here) = flags["world"], flags["cp"], launched()
-    legal = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-    refuse(world % cp, f"--cp {cp} does not divide the {world} ranks of this job: use {legal}")
-    if flags["dry_run"] or flags["device"] != "cuda":
-        return flags
-    refuse(ranks_here > torch.cuda.device_count(),
-           f"--device cuda: {ranks_here} ranks on this machine, and PyTorch finds "
-           f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
-    if flags["dtype"] == "bfloat16" and torch.cuda.get_device_capability(local_rank) < (8, 0):
-        if rank == 0:
-            print("notice    this GPU does not compute in bfloat16: float32 instead")
-        flags = {**flags, "dtype": "float32"}
-    if flags["dtype"] != "bfloat16":
-        extra("kernels", f"--dtype {flags['dtype']} on a GPU")
+    if cuda and not dry:
+        refuse(ranks_here > torch.cuda.device_count(), "--device cuda: fewer GPUs here than the "
+               f"{ranks_here} ranks: start one per GPU, or say --device cpu")
+        if flags["dtype"] == "bfloat16" and torch.cuda.get_device_capability(local_rank) < (8, 0):
+            flags["dtype"] = "float32"
+            if rank == 0:
+                print("notice    this GPU does not compute in bfloat16: float32 instead")
     return flags
 
 
@@ -349,10 +321,9 @@ def choose_model(flags, saved, codec):
     """The GPTConfig that flags, --init or a checkpoint ask for."""
     if saved:
         for name in FIXED:
-            old = saved["flags"].get(name)
-            refuse(flags[name] != old,
-                   f"--{name.replace('_', '-')} was {old} in {saved['path']}, and a run keeps it: "
-                   "to start another one from its weights, --export them and --init")
+            old, flag = saved["flags"][name], name.replace("_", "-")
+            refuse(flags[name] != old, f"--{flag} was {old} in {saved['path']}, and a run keeps "
+                   "it: --export its weights and --init another one")
         return GPTConfig(**saved["config"])
     name, size = flags["model"], codec.size if codec else 256
     if flags["init"]:
@@ -375,17 +346,16 @@ def make_settings(argv=None):
     known = {**(saved["flags"] if saved else {}), **given}
     flags = with_defaults({**DEFAULTS, **known})
     refuse_idle(given, flags)
-    flags = fit_machine(flags)
-    beside = flags["init"] and Path(flags["init"]) / "tokenizer.json"
-    path = flags["tokenizer"] or beside and beside.exists() and beside
+    world, cp = flags["world"], flags["cp"]
+    refuse(world % cp, f"--cp {cp} does not divide the {world} ranks of this job: use a divisor")
     codec = None
-    if path and path != "bytes":
-        codec = extra("text", "--tokenizer").Tokenizer(path)
+    if flags["tokenizer"] not in (None, "bytes"):
+        codec = extra("text tokenizers", "--tokenizer").Tokenizer(flags["tokenizer"])
     config = choose_model(flags, saved, codec)
-    if flags["kernel"] not in ("auto", *upipe.KERNELS):
-        extra("kernels", f"--kernel {flags['kernel']}")
-    here = extra("machine")
-    machine = here and here.find_machine(flags, launched()[2])
+    usual = flags["device"] == "cpu" or flags["dry_run"] or flags["dtype"] == "bfloat16"
+    if not usual or flags["kernel"] not in ("auto", *KERNELS):
+        extra("kernels", f"--kernel {flags['kernel']} with --dtype {flags['dtype']}")
+    machine = extra("machine") and extra("machine").find_machine(flags, launched()[2])
     settings = Settings(**flags, config=config, recipe=None, machine=machine, codec=codec,
                         saved=saved, given=known).at()  # fits the recipe
     settings.recipe.check(config, settings.cp)
@@ -397,17 +367,12 @@ def refuse_early(settings):
     s, dry = settings, settings.dry_run
     for flag, row in ROWS.items():
         if row.extra and getattr(s, field(flag)) and not (dry and flag in TRAINING):
-            module, *packages = row.extra.split()
-            extra(module, flag)
-            for package in packages:
-                import_module("extras").need(package, flag)
+            extra(row.extra, flag)
     if dry:
         return
     refuse(s.save and not s.resume and checkpoints(s.save),
            f"--save {s.save} has checkpoints already: --resume, or another folder")
     refuse(s.export and Path(s.export).exists(), f"--export {s.export} exists already")
-    if s.task == "recall":
-        extra("recall", "--task recall").refuse_early(s)
     if s.sample:
         extra("text", "--sample").refuse_early(s)
     if s.init and not (s.road or s.one_rank_of):
@@ -422,13 +387,13 @@ def make_folders(settings):
     if not s.dry_run:
         files += [s.log, s.loss_by_position, s.export]
         folders += [s.save, s.profile]
-    for name in filter(None, files + folders):
-        path = Path(name)
-        folder = path.parent if name in files else path
-        folder.mkdir(parents=True, exist_ok=True)
-        refuse(name in files and path.is_dir(), f"{name} is a folder: give a file")
-        place = path if path.exists() else folder
-        refuse(not os.access(place, os.W_OK), f"cannot write to {name}")
+    for path in map(Path, filter(None, files)):
+        refuse(path.is_dir(), f"{path} is a folder: give a file")
+        folders.append(path if path.exists() else path.parent)
+    for path in map(Path, filter(None, folders)):
+        if not path.exists():
+            path.mkdir(parents=True)
+        refuse(not os.access(path, os.W_OK), f"cannot write to {path}")
 
 
 # 3. Ranks and groups ------------------------------------------------------------------------------
@@ -448,7 +413,7 @@ class Job:
     cp: int                   # ranks that share a sequence
     cp_rank: int
     group: dist.ProcessGroup  # those ranks
-    everyone: DeviceMesh
+    everyone: dist.DeviceMesh
 
     def say(self, text):
         if self.rank == 0:
@@ -463,18 +428,19 @@ class Job:
             raise BadInput(next(text for text in self.gather(fault) if text is not None))
         return value
 
-    def together(self, work):
-        """Run work() -> (result, number) on every rank: this rank's result, the sum of numbers."""
-        result, number, fault = None, 0, None
+    def together(self, work, what=""):
+        """work() on every rank -> this rank's result. What it raises on one, it raises on all."""
+        result = fault = None
         try:
-            result, number = work()
+            result = work()
         except (BadInput, OSError) as error:
-            fault = str(error)
-        return result, self.agree(fault, number)
+            fault = f"{what}{error}"
+        self.agree(fault)
+        return result
 
-    def on_rank_0(self, work):
+    def on_rank_0(self, work, what=""):
         """Let rank 0 do it, and all wait until it is done -> rank 0: its result."""
-        return self.together(lambda: (work() if self.rank == 0 else None, 0))[0]
+        return self.together(lambda: work() if self.rank == 0 else None, what)
 
     def gather(self, value):
         """The values of all ranks, on every rank."""
@@ -485,23 +451,22 @@ class Job:
 
 def join(settings):
     """Meet the other ranks -> Job. What can be refused without them has been refused before."""
-    rank, world, local_rank, local_world = launched()
+    _, world, local_rank, ranks_here = launched()
     cuda = settings.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     elif machine := extra("machine"):
-        torch.set_num_threads(machine.threads_here(local_world))
+        torch.set_num_threads(machine.threads_here(ranks_here))
     if settings.one_rank_of:
         extra("memory", "--one-rank-of").pretend(settings.world)
         return settings.meet(device)
     timeout = timedelta(seconds=min(settings.timeout, 1e8))
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if world == 1 else {}
-    # With --offload-params weights and gradients are DTensors on the CPU, as are sums of them.
-    both = cuda and settings.offload_params
-    backend = "cpu:gloo,cuda:nccl" if both else "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=timeout,
-                            device_id=device if cuda and not both else None, **alone)
+    backend, first = ("nccl", device) if cuda else ("gloo", None)
+    if cuda and settings.offload_params:  # weights and gradients are DTensors on the CPU
+        backend, first = "cpu:gloo,cuda:nccl", None
+    dist.init_process_group(backend, timeout=timeout, device_id=first, **alone)
     job = settings.meet(device)
     job.group.set_timeout(timeout)  # a new group does not inherit it
     return job
@@ -513,20 +478,12 @@ def join(settings):
 
 
 class Part(NamedTuple):
-    """Ids [begin, end) of a file. No file stays open: a system allows a process few, data has
-    many."""
+    """Ids [begin, end) of a file. None stays open: a system allows a process few."""
     path: Path
     dtype: np.dtype
     header: int  # bytes before the file's first id
     begin: int
     end: int
-
-    def read(self, start, stop):
-        offset = self.header + (self.begin + start) * self.dtype.itemsize
-        ids = np.fromfile(self.path, self.dtype, stop - start, offset=offset)
-        refuse(len(ids) < stop - start,
-               f"--data {self.path} is shorter than it was at the start of this run")
-        return ids
 
 
 class Tokens:
@@ -543,22 +500,22 @@ class Tokens:
         """ids [start, stop) as int64. Reads nothing else from the disk."""
         ids = np.empty(stop - start, np.int64)
         for i in range(bisect(self.begins, start) - 1, bisect_left(self.begins, stop)):
-            a, b = max(start, self.begins[i]), min(stop, self.begins[i + 1])
-            found = self.parts[i].read(a - self.begins[i], b - self.begins[i])
+            part, a, b = self.parts[i], max(start, self.begins[i]), min(stop, self.begins[i + 1])
+            offset = part.header + (part.begin + a - self.begins[i]) * part.dtype.itemsize
+            found = np.fromfile(part.path, part.dtype, b - a, offset=offset)
+            refuse(len(found) < b - a, f"--data {part.path} has become shorter in this run")
             wrong = found[(found < 0) | (found >= self.vocab)]
-            if len(wrong):
-                raise BadInput(f"{self.parts[i].path}: token id {wrong[0]} is not in the "
-                               f"vocabulary of {self.vocab} (another integer width?)")
+            refuse(len(wrong), f"{part.path}: token id {wrong[:1]} is not in the vocabulary of "
+                   f"{self.vocab} (another integer width?)")
             ids[a - start:b - start] = found
         return ids
 
     def window(self, start, ctx, cp, cp_rank, docs=None):
         """A rank's slice of the window at `start`: inputs and labels, int64 [s], s = ceil(ctx/cp),
-        and, with docs, where documents start in the whole window, the same on every rank.
+        and, with docs, where documents start in the whole window.
 
-        The slice is that of upipe.shard(), without reading the rest: its last label is the next
-        slice's first input. Beyond the window (a ctx that cp does not divide) and beyond the data
-        (a short validation set) labels are ignored, as is that of a document's last token."""
+        The slice is that of upipe.shard(), without reading the rest. Labels are ignored beyond the
+        window (cp may not divide ctx), beyond the data, and of a document's last token."""
         s, end = -(-ctx // cp), min(start + ctx, len(self) - 1)  # the last token is but a label
         a, b = (min(start + rank * s, end) for rank in (cp_rank, cp_rank + 1))
         inputs, labels = torch.zeros(s, dtype=torch.int64), torch.full((s,), IGNORE)
@@ -577,32 +534,20 @@ class Tokens:
         return inputs, labels, starts
 
 
-def fingerprint(tokens):
-    """A text that differs for other tokens: of where files begin, and of 64 short windows. To read
-    it all would cost hours; up to 256k tokens, this is all."""
-    n, found = len(tokens), hashlib.sha256(repr(tokens.begins).encode())
-    size = min(n, 4096)
-    for start in np.linspace(0, n - size, 64, dtype=int).tolist():
-        found.update(tokens.read(start, start + size).tobytes())
-    return f"{n} tokens, {found.hexdigest()[:16]}"
-
-
 def open_file(path, vocab):
     """One file of token ids as a Part: what can be wrong with its form shows now."""
-    dtype = np.dtype(np.uint8)
-    if path.suffix == ".bin":
-        dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
-    npy = path.suffix == ".npy"
+    wide = "<u2" if vocab <= 2**16 else "<u4"
+    dtype = np.dtype(wide if path.suffix == ".bin" else np.uint8)
     try:
-        ids = np.lib.format.open_memmap(path, mode="r") if npy else np.memmap(path, dtype, "r")
+        ids = (np.lib.format.open_memmap(path, mode="r") if path.suffix == ".npy" else
+               np.memmap(path, dtype, "r"))
     except ValueError as error:  # not .npy, not a whole number of ids
-        raise BadInput(f"{path}, as {'numpy file' if npy else dtype}: {error}")
+        raise BadInput(f"{path}: {error}")
     refuse(ids.ndim != 1 or ids.dtype.kind not in "iu",
            f"{path}: {ids.dtype} of shape {ids.shape} is not one row of integers")
     head = ids[:4096]
     refuse(dtype.itemsize == 2 and len(head) > 1 and head.any() and not head[1::2].any(),
-           f"{path}: every second id is 0, as if uint32 were read as uint16: save uint16 for a "
-           f"vocabulary of {vocab}, or a .npy file")
+           f"{path}: every second id is 0, as in uint32 read as uint16: save uint16 or .npy")
     return Part(path, ids.dtype, ids.offset, 0, len(ids))
 
 
@@ -610,7 +555,7 @@ def find_files(data):
     """The files that --data names, in an order that depends on their names alone."""
     root, found, skip = Path(data or ""), [], set()
     if data is None:
-        root = Path(sysconfig.get_path("stdlib"))
+        root = Path(os.__file__).parent
         skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     if root.is_file():
         return [root]
@@ -622,35 +567,30 @@ def find_files(data):
                   and path.is_file() and path.stat().st_size)
 
 
-def open_data(data, vocab, ctx, tokenizer=None):
+def open_data(data, vocab, tokenizer=None):
     """(train, valid): of every ten files the tenth is held out; of fewer, a tenth of each."""
-    paths, name = find_files(data), data or "Python's standard library"
+    paths = find_files(data)
     if tokenizer and not any(path.suffix in (".bin", ".npy") for path in paths):
         cache, dtype, ends = extra("text", "--tokenizer").tokenize(paths, tokenizer)
         parts = [Part(cache, dtype, 0, *ids) for ids in zip([0, *ends], ends)]
     else:
         parts = [open_file(path, vocab) for path in paths]
     refuse(len({part.dtype for part in parts}) > 1,
-           f"--data {name}: text and tokens, or several integer types, in one folder")
+           f"--data {data}: text and tokens, or several integer types, in one folder")
     train, valid = [part for i, part in enumerate(parts) if i % 10 != 9], parts[9::10]
     if not valid:
         cuts = [part.begin + (part.end - part.begin) * 9 // 10 for part in parts]
         train = [part._replace(end=cut) for part, cut in zip(parts, cuts)]
         valid = [part._replace(begin=cut) for part, cut in zip(parts, cuts)]
-    train, valid = Tokens(train, vocab), Tokens(valid, vocab)
-    refuse(len(train) < ctx + 1 or len(valid) < 2,
-           f"--data {name}: --ctx {write_length(ctx)} needs {ctx + 1} tokens to train on and 2 to "
-           f"validate with, here are {len(train)} and {len(valid)}")
-    return train, valid
+    return Tokens(train, vocab), Tokens(valid, vocab)
 
 
 def read_windows(job, tokens, starts, settings):
     """This rank's slices of windows, and the number of labels in all windows of all ranks."""
-    def work():
-        batch = [tokens.window(start, settings.ctx, job.cp, job.cp_rank, settings.docs)
-                 for start in starts]
-        return batch, sum(int((labels != IGNORE).sum()) for _, labels, *_ in batch)
-    return job.together(work)
+    batch = job.together(lambda: [tokens.window(start, settings.ctx, job.cp, job.cp_rank,
+                                                settings.docs) for start in starts])
+    count = sum(int((labels != IGNORE).sum()) for _, labels, *_ in batch)
+    return batch, job.agree(None, count)
 
 
 @lru_cache(maxsize=2)
@@ -662,51 +602,55 @@ def epoch_starts(length, ctx, seed, epoch):
 
 def train_starts(job, tokens, ctx, seed, step, grad_accum, ahead=0):
     """A step's windows for this rank's group: the groups take turns along the epochs' windows.
-
-    ahead: by how many windows a run is ahead of that, since it once took more of them a step."""
+    ahead: by how many of them a run is ahead of its steps, since it once took more a step."""
     n, first = (len(tokens) - 1) // ctx, ahead + step * grad_accum * job.dp + job.dp_rank
     turns = range(first, first + grad_accum * job.dp, job.dp)
     return [int(epoch_starts(len(tokens), ctx, seed, i // n)[i % n]) for i in turns]
 
 
-def eval_starts(tokens, settings):
-    """Where windows start that are spread evenly; one, padded, where the data is shorter."""
-    last = len(tokens) - 1
-    n = max(1, min(settings.eval_windows, last // settings.ctx))
-    return [i * (last // n) for i in range(n)]
-
-
-@dataclass
-class Data:
+class Data(NamedTuple):
     train: Tokens  # or Recall of extras/recall.py
     valid: Tokens
-    held_out: list  # where the windows start that evaluation sees
+    held_out: list  # where the windows start that this rank's group evaluates
     compare: str    # what a simple method reaches on them, for people
-    mark: str = ""  # fingerprint(train)
+    mark: str       # a fingerprint of `train`
+
+
+def find_tokens(job, settings):
+    """(train, valid, a fingerprint of train): Tokens, the same on every rank."""
+    s, guard = settings, extra("guard")
+
+    def work():
+        train, valid = open_data(s.data, s.config.vocab_size, s.codec)
+        refuse(len(train) <= s.ctx or len(valid) < 2, f"--ctx {s.length} needs {s.ctx + 1} tokens, "
+               f"and 2 to validate with: of --data {s.data} are {len(train)} and {len(valid)}")
+        return train, valid, guard.fingerprint(train) if guard else f"{len(train)} tokens"
+    if s.codec:  # one rank of each machine writes the cache
+        job.together(lambda: work() if launched()[2] == 0 else None)
+    train, valid, mark = job.together(work)
+    refuse(len(set(job.gather(mark))) > 1, f"--data {s.data}: the ranks see different files")
+    return train, valid, mark
 
 
 def find_data(job, settings):
     """The Data that --task, --data and the tokenizer say."""
     s, text = settings, extra("text")
     if s.task == "recall":
-        job.say("data      keys and values at the start of each window, asked for at its end")
         train, valid, compare = extra("recall", "--task recall").make_data(s)
-        return Data(train, valid, eval_starts(valid, s), compare)
-
-    def work():
-        train, valid = open_data(s.data, s.config.vocab_size, s.ctx, s.codec)
-        return (train, valid, fingerprint(train)), 0
-    if s.codec:  # one rank of each machine writes the cache
-        first = launched()[2] == 0
-        job.together(lambda: work() if first else (None, 0))
-    (train, valid, mark), _ = job.together(work)
-    refuse(len(set(job.gather(mark))) > 1,
-           f"--data {s.data}: the ranks see different files: rank {job.rank} {mark}")
-    held_out = eval_starts(valid, s)
-    job.say(f"data      {s.data or 'the Python standard library'}: {len(train):,} tokens, "
-            f"and {len(valid):,} to validate: {len(held_out)} windows")
-    compare = text.compare(job, s, train, valid, held_out) if text else ""
-    return Data(train, valid, held_out, compare, mark)
+        mark, said = "", "keys and values at the start of each window, asked for at its end"
+    else:
+        train, valid, mark = find_tokens(job, s)
+        said = (f"{s.data or 'the Python standard library'}: {len(train):,} tokens, and "
+                f"{len(valid):,} to validate")
+    last = len(valid) - 1
+    n = max(1, min(s.eval_windows, last // s.ctx))  # one, padded, where the data is shorter
+    starts = [i * (last // n) for i in range(n)]
+    job.say(f"data      {said}: {n} windows")
+    if s.task == "text":
+        compare = text.compare(job, s, train, valid, starts) if text else ""
+    # Each group gets as many, perhaps an empty one past the end, so that all make the same calls.
+    starts += [len(valid)] * (-n % job.dp)
+    return Data(train, valid, starts[job.dp_rank::job.dp], compare, mark)
 
 
 # 5. Sharding --------------------------------------------------------------------------------------
@@ -720,9 +664,8 @@ def shard_model(model, mesh, dtype, offload_params=False):
     precision = fsdp.MixedPrecisionPolicy(
         param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None,
         cast_forward_inputs=False)  # a block takes more than tensors, and tokens are no floats
-    offload = fsdp.OffloadPolicy()
-    if offload_params:
-        offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    offload = (fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload_params else
+               fsdp.OffloadPolicy())
     heads = [] if model.config.tie_embeddings else [model.lm_head]
     for unit in [*model.layers, model.embed_tokens, *heads, model]:
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -787,24 +730,17 @@ def train_step(job, model, optimizer, batch, total, recipe, grad_clip, step):
     shards = [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # else frozen
     norm = torch.nn.utils.get_total_norm(shards).item()
     norm = math.sqrt(job.agree(None, norm**2))
-    refuse(not math.isfinite(norm), f"step {step}: the gradient norm is {norm}, nothing was updated")
+    refuse(not math.isfinite(norm), f"step {step}: gradient norm {norm}, nothing was updated")
     if grad_clip and norm > grad_clip:
         torch._foreach_mul_(shards, grad_clip / (norm + 1e-6))  # as torch's clip_grad_norm_
     optimizer.step()
     return loss, norm
 
 
-def read_held_out(job, data, settings):
-    """read_windows of all windows that evaluation sees. The groups share them. One that has fewer
-    than the others joins in with an empty one, past the data's end: all make the same calls."""
-    starts = data.held_out + [len(data.valid)] * (-len(data.held_out) % job.dp)
-    return read_windows(job, data.valid, starts[job.dp_rank::job.dp], settings)
-
-
 @torch.no_grad()
 def evaluate(job, model, data, settings):
     """Mean loss over the windows that are held out, by the same call as in training."""
-    batch, total = read_held_out(job, data, settings)
+    batch, total = read_windows(job, data.valid, data.held_out, settings)
     return job.agree(None, sum(
         model(inputs.to(job.device), labels.to(job.device), settings.recipe, total, *docs).item()
         for inputs, labels, *docs in batch))
@@ -812,10 +748,10 @@ def evaluate(job, model, data, settings):
 
 # 7. Checkpoints -----------------------------------------------------------------------------------
 # A checkpoint is a folder step-00000100 in --save: the tensors by torch's distributed checkpoint,
-# and run.json. Each rank writes its own shards, and any number of ranks reads them. A folder is
-# written under a name with a dot and renamed when all of it is there, so a crash at any time leaves
-# whole checkpoints, and rubbish that the next start sweeps away. run.json has size and checksum of
-# each file. What does not fit them is not read, not counted and not deleted.
+# and run.json. Each rank writes its own shards, and any number of ranks reads them. A folder's name
+# has a dot until all of it is there, so a crash at any time leaves whole checkpoints, and rubbish
+# that the next start sweeps away. run.json has size and checksum of each file: what does not fit
+# is not read, not counted and not deleted.
 
 # Flags that a resumed run takes from run.json: those that none may change, and those that one may.
 # Of the latter only what was given: a --min-lr that followed from --lr has to follow the next one.
@@ -827,8 +763,7 @@ FACTS = {"step", "drawn", "data", "world", "config", "flags", "files"}  # what r
 
 def checkpoints(folder, dot=""):
     """The folders with the name of a checkpoint, oldest first; with a dot, of an unfinished one."""
-    return sorted(path for path in Path(folder).glob(f"{dot}step-*")
-                  if re.fullmatch(r"\.?step-[0-9]{8}", path.name))
+    return sorted(Path(folder).glob(f"{dot}step-{'[0-9]' * 8}"))
 
 
 def read_checkpoint(path):
@@ -840,8 +775,7 @@ def read_checkpoint(path):
         refuse(not same, "another version of train.py wrote it")
         refuse(path.name != f"step-{saved['step']:08d}", f"it is of step {saved['step']}")
         for name, (size, _) in saved["files"].items():
-            refuse((path / name).stat().st_size != size,
-                   f"{name} had {size} bytes when it was written")
+            refuse((path / name).stat().st_size != size, f"{name} had {size} bytes when written")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise BadInput(f"run.json: {error}")
     if saved["world"] != launched()[1]:
@@ -850,21 +784,19 @@ def read_checkpoint(path):
 
 
 def whole(folder):
-    """read_checkpoint of those that can be read, oldest first."""
+    """The checkpoints that can be read, oldest first."""
     found = []
     for path in checkpoints(folder):
         with suppress(BadInput):
-            found.append(read_checkpoint(path))
+            found.append(read_checkpoint(path)["path"])
     return found
 
 
 def damaged(path, error):
     """The BadInput for a checkpoint that cannot be read: it tells what to resume from."""
-    before = [saved["path"].name for saved in whole(path.parent) if saved["path"] < path]
-    way = "none before it is whole"
-    if before:
-        way = (f"--resume {int(before[-1][5:])} takes {before[-1]}, the newest whole one before it")
-    return BadInput(f"--resume: {path} is damaged: {error}; {way}")
+    name = max((old.name for old in whole(path.parent) if old < path), default="none")
+    return BadInput(f"--resume: {path} is damaged: {error}; --resume STEP takes an older one: the "
+                    f"newest whole one before it is {name}")
 
 
 def find_checkpoint(folder, step):
@@ -915,28 +847,27 @@ def save_state(job, settings, model, optimizer, step, drawn, data):
     flags = {name: getattr(settings, name) for name in REMEMBERED
              if name in FIXED or name in settings.given}
     facts = dict(step=step, drawn=drawn, data=data, world=job.world,
-                 config=asdict(settings.config), flags=flags)
+                 config=asdict(settings.config), flags=flags, files={})
 
     def write():
         distributed("save", state_of(model, optimizer), part)
         mine = [*part.glob(f"__{job.rank}_*"), *(part.glob(".metadata") if job.rank == 0 else ())]
-        return {file.name: (file.stat().st_size, guard and guard.checksum(file))
-                for file in mine}, 0
+        return {file.name: (file.stat().st_size, guard and guard.checksum(file)) for file in mine}
 
     def publish():
         (part / "run.json").write_text(json.dumps(facts, indent=1))
         part.rename(folder / name)
         for old in whole(folder)[:-settings.keep]:
-            sweep(old["path"].rename(folder / f".{old['path'].name}"))
+            sweep(old.rename(folder / f".{old.name}"))
     try:
-        files, _ = job.together(write)
-        facts["files"] = {name: fact for each in job.gather(files) for name, fact in each.items()}
+        for files in job.gather(job.together(write)):
+            facts["files"].update(files)
         job.on_rank_0(publish)
     except BadInput as error:
         free = shutil.disk_usage(folder).free  # torch does not say that a disk is full
         job.on_rank_0(lambda: sweep(part))
-        raise BadInput(f"--save: {folder / name} cannot be written, {free:,} bytes were free: "
-                       f"{error}; those before it are whole")
+        raise BadInput(f"--save: {folder / name} cannot be written, {free:,} bytes free: {error}; "
+                       "those before it are whole")
     job.say(f"saved     {folder / name}")
 
 
@@ -954,9 +885,9 @@ def load_state(job, settings, model, optimizer, data):
     """Set model and optimizer as a checkpoint or published weights have them -> steps done, windows
     drawn by all groups together. data: the fingerprint of what they are drawn from."""
     saved, guard = settings.saved, extra("guard")
-    refuse(len(set(job.gather(saved and saved["step"]))) > 1,
-           f"--save {settings.save}: the ranks see different checkpoints there: it must be one "
-           "folder for all")
+    seen = saved and saved["step"], settings.save and Path(settings.save).is_dir()
+    refuse(len(set(job.gather(seen))) > 1, f"--save {settings.save}: the ranks see different "
+           "checkpoints or folders there: it must be on a disk that all machines share")
     if not saved:
         if settings.resume:
             job.say(f"resume    no checkpoint in {settings.save} yet: from the start")
@@ -964,13 +895,12 @@ def load_state(job, settings, model, optimizer, data):
             extra("hf", "--init").load_weights(job, settings.config, model, settings.init)
         return 0, 0
     path, was = saved["path"], saved["data"]
-    refuse(was != data, f"--data is of {data}, and was of {was} in {settings.save}: its windows "
-           "would be others")
+    refuse(was != data, f"--data is of {data}, and was of {was}: its windows would be others")
     make_moments(model, optimizer)  # there must be some to load into
     state = state_of(model, optimizer)
     try:
         if guard and settings.verify is not False:
-            job.together(lambda: (guard.verify(job, saved), 0))
+            job.together(lambda: guard.verify(job, saved))
         elif not guard:
             job.say("notice    without the folder extras no checksum is compared")
         distributed("load", state, path)
@@ -991,28 +921,24 @@ def put_aside(path):
 
 # 8. The loop --------------------------------------------------------------------------------------
 
-class Stop:
-    """SIGTERM or SIGUSR1: stop after this step. The second one stops at once.
+def watch_signals():
+    """An Event, set by SIGTERM or SIGUSR1: stop after this step. The second one stops at once.
 
     Python runs a handler between two of its own instructions: in a step there may be none for
     minutes. But the signal's number goes into a pipe at once, where a thread waits."""
+    asked, (pipe, write) = threading.Event(), os.pipe()
 
-    def __init__(self):
-        self.asked = False
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in {signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)}:  # Windows
-            signal.signal(number, lambda number, frame: None)
-        threading.Thread(target=self.watch, args=(read,), daemon=True).start()
-
-    def watch(self, pipe):
-        while number := os.read(pipe, 1)[0]:
-            if number == signal.SIGINT:
-                continue  # Ctrl-C is Python's own
-            if self.asked:
+    def watch():
+        for number in iter(lambda: os.read(pipe, 1)[0], signal.SIGINT):  # that is Python's own
+            if asked.is_set():
                 os._exit(128 + number)
-            self.asked = True
+            asked.set()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in {signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)}:  # Windows
+        signal.signal(number, lambda number, frame: None)
+    threading.Thread(target=watch, daemon=True).start()
+    return asked
 
 
 def rewind_log(path, step):
@@ -1021,13 +947,11 @@ def rewind_log(path, step):
         return
     old, kept = path.read_bytes().splitlines(), []
     for i, line in enumerate(old, 1):
-        try:
-            record = json.loads(line)
-            if record["step"] + ("validation_loss" in record) <= step:
-                kept.append(line)
-        except (ValueError, TypeError, KeyError):
-            torn = i == len(old) and b'{"step": '.startswith(line.strip(b"\0")[:9])
-            refuse(not torn, f"--log {path}, line {i}, is no step of a run: give another file")
+        record = re.fullmatch(rb'{"step": (\d+), ("validation_loss")?.*}', line)
+        torn = i == len(old) and b'{"step": '.startswith(line.strip(b"\0")[:9])
+        refuse(not (record or torn), f"--log {path}, line {i}, is no step: give another file")
+        if record and int(record[1]) + bool(record[2]) <= step:
+            kept.append(line)
     new = path.with_name(f"{path.name}.new")
     new.write_bytes(b"".join(line + b"\n" for line in kept))
     os.replace(new, path)
@@ -1036,14 +960,11 @@ def rewind_log(path, step):
 def report(job, path, line, record):
     """Print a line, and append a record to --log."""
     def append():
-        try:
-            with open(path, "a") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise BadInput(f"--log {path}: {error}")
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
     job.say(line)
     if path:
-        job.on_rank_0(append)
+        job.on_rank_0(append, f"--log {path}: ")
 
 
 def report_step(job, settings, record):
@@ -1052,12 +973,8 @@ def report_step(job, settings, record):
     record["tokens_per_second"] = tokens / seconds
     line = (f"step {record['step']:5d} | loss {record['loss']:.4f} | lr {record['lr']:.2e} | "
             f"norm {record['norm']:.3f} | {tokens / seconds:,.0f} tokens/s | {seconds:.2f} s")
-    if job.device.type == "cuda":
-        mfu = extra("plan") and extra("plan").utilisation(job, settings, seconds)
-        record["peak_bytes"] = torch.cuda.max_memory_allocated()
-        line += f" | MFU {mfu:.1%}" if mfu else ""
-        line += f" | peak {record['peak_bytes'] / GIB:.1f} GiB"
-        torch.cuda.reset_peak_memory_stats()
+    if job.device.type == "cuda" and extra("plan"):
+        line += extra("plan").use_of_gpu(job, settings, record)
     report(job, settings.log, line, record)
 
 
@@ -1067,12 +984,12 @@ def run_steps(job, settings, model, optimizer, data, first, drawn):
     s, plan, began = settings, extra("plan"), time.perf_counter()
     windows = s.grad_accum * job.dp  # a step's
     watch = plan.progress_bar if plan else lambda *_: nullcontext()
-    ahead, stop = drawn - first * windows, Stop() if s.save else None
+    ahead, asked = drawn - first * windows, watch_signals() if s.save else None
     if s.log:
         job.on_rank_0(lambda: rewind_log(Path(s.log).resolve(), first))
     for step in range(first, max(first, s.steps) + 1):
         if step >= s.steps or s.eval_every and step % s.eval_every == 0:
-            with watch(job, model, "evaluation", -(-len(data.held_out) // job.dp), s):
+            with watch(job, model, "evaluation", len(data.held_out), s):
                 valid = evaluate(job, model, data, s)
             report(job, s.log, f"step {step:5d} | validation loss {valid:.4f} nats per token"
                    f"{data.compare}", dict(step=step, validation_loss=valid))
@@ -1091,16 +1008,15 @@ def run_steps(job, settings, model, optimizer, data, first, drawn):
         done, drawn = step + 1, ahead + (step + 1) * windows
         report_step(job, s, dict(step=done, loss=loss, lr=lr, norm=norm,
                                  seconds=time.perf_counter() - begin, drawn=drawn))
-        stopping = stop is not None and job.agree(None, stop.asked) > 0  # any rank was asked
+        stopping = asked and job.agree(None, asked.is_set()) > 0  # any rank was
         due = s.save_every and done % s.save_every == 0
         if s.save and (stopping or due or done == s.steps):
             save_state(job, s, model, optimizer, done, drawn, data.mark)
         if stopping:
             job.say(f"stopped   after step {done}: --save {s.save} --resume goes on")
             return False
-    tokens = (step - first) * windows * s.ctx
-    job.say(f"done      {step - first} steps, {tqdm.format_sizeof(tokens)} tokens in "
-            f"{tqdm.format_interval(time.perf_counter() - began)}, validation loss "
+    job.say(f"done      {step - first} steps, {(step - first) * windows * s.ctx:,} tokens in "
+            f"{timedelta(seconds=round(time.perf_counter() - began))}, validation loss "
             f"{valid:.4f}{data.compare}")
     return True
 
@@ -1110,7 +1026,7 @@ def use_model(job, settings, model, data):
     if settings.export:
         extra("hf", "--export").export(job, settings, model)
     if settings.loss_by_position:
-        batch, _ = read_held_out(job, data, settings)
+        batch, _ = read_windows(job, data.valid, data.held_out, settings)
         extra("road", "--loss-by-position").show_by_position(job, model, batch, settings)
     if settings.sample:
         job.say(extra("text", "--sample").sample(job, model, settings))
@@ -1128,13 +1044,12 @@ def main(settings):
             return road.travel(road.road(settings), settings)
         return memory.dry_run(settings)
     # Rank 0 decides for all: ranks that measure for themselves might disagree.
-    fault = memory.too_much(settings) if launched()[0] == 0 and memory else None
+    fault = memory.too_much(settings) if memory and launched()[0] == 0 else None
     job = join(settings)
-    if kernels:
-        settings = settings.at(kernel=kernels.choose_kernel(settings, job))
     if plan:
+        settings = settings.at(kernel=kernels.choose_kernel(settings, job))
         plan.print_plan(settings, job)
-    job.on_rank_0(lambda: refuse(fault, fault))
+    job.agree(fault)
     job.on_rank_0(lambda: make_folders(settings))
     if settings.one_rank_of:
         return road.one_rank(settings, job)
@@ -1143,9 +1058,6 @@ def main(settings):
         return road.travel(rows, settings) if job.rank == 0 else 0
 
     settings = replace(settings, recipe=replace(settings.recipe, group=job.group))
-    unseen = settings.save and not Path(settings.save).is_dir()
-    job.agree(f"--save {settings.save}: rank {job.rank} does not see this folder of rank 0: it "
-              "must be on a disk that all machines share" if unseen else None)
     lock = job.on_rank_0(lambda: claim(settings)) if settings.save else None
     with lock or nullcontext():  # rank 0 holds it until the job or its process ends
         data = find_data(job, settings)
@@ -1176,13 +1088,11 @@ def run(argv=None):
         code = 2
     except torch.OutOfMemoryError:  # known to this rank; often all ranks meet it together
         time.sleep(2 * (rank > 0))
-        memory = extra("memory")
-        hint = memory.out_of_memory(settings) if memory else "out of GPU memory"
+        hint = extra("memory").out_of_memory(settings) if extra("memory") else "out of GPU memory"
         print(f"train.py: rank {rank}: {hint}", file=sys.stderr)
     except Exception:
         traceback.print_exc()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)
 
 
