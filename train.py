@@ -21,19 +21,17 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
-import hashlib
 import json
 import math
 import re
 import shutil
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 from bisect import bisect, bisect_left
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
@@ -44,14 +42,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed import fsdp
-from tqdm import tqdm
 
-import upipe
-from upipe import BadInput, GPT, GPTConfig, IGNORE, PRESETS, Recipe
+from upipe import BadInput, GPT, GPTConfig, IGNORE, KERNELS, PRESETS, Recipe
 
-GIB = 2**30
 NO_ID = -1  # no token
 
 # 1. Flags -----------------------------------------------------------------------------------------
@@ -62,36 +56,21 @@ def refuse(when, message):
         raise BadInput(message)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):  # argparse's own would print its usage on every rank
-        raise BadInput(message)
-
-
 def length(text):
     """'8k' -> 8192, '5m' -> 5242880, '4096' -> 4096."""
-    match = re.fullmatch(r"([0-9]+)([km]?)", text.lower())
-    tokens = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]] if match else 0
-    if tokens < 1:
+    match = re.fullmatch(r"([1-9][0-9]*)([km]?)", text.lower())
+    if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no length: give tokens as 4096, 128k or 5m")
-    return tokens
+    return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]]
 
 
-def write_length(tokens):
-    """5242880 -> '5m'."""
-    units = ((2**20, "m"), (2**10, "k"), (1, ""))
-    return next(f"{tokens // unit}{name}" for unit, name in units if tokens % unit == 0)
-
-
-def number(kind, low, above=False):
-    """An argparse type: a finite int or float of at least `low`, or above it."""
+def number(kind, least):
+    """An argparse type: a finite int or float of at least so much."""
     def parse(text):
         with suppress(ValueError):
-            value = kind(text)
-            if math.isfinite(value) and (value > low or value == low and not above):
-                return value
-        what = "a whole number" if kind is int else "a number"
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be {what} {'above' if above else 'of at least'} {low}")
+            if least <= kind(text) < math.inf:
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__} of at least {least}")
     return parse
 
 
@@ -112,7 +91,7 @@ class Flag(NamedTuple):
 
 
 whole, count = number(int, 0), number(int, 1)
-real, positive = number(float, 0), number(float, 0, above=True)
+real, positive = number(float, 0), number(float, 1e-3)
 switch, true = argparse.BooleanOptionalAction, "store_true"
 TEXT, STEPS, SAVE, DRY = ("--task text",), ("--steps",), ("--save",), ("--dry-run",)
 INSTEAD = ("--dry-run", "--road", "--one-rank-of")
@@ -199,13 +178,14 @@ DEFAULTS = {field(flag): row.default for flag, row in ROWS.items()}
 
 def read_flags(argv=None):
     """What is said on the command line, and nothing else: {name: value}."""
-    parser = Parser(prog="train.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser("train.py", description=__doc__.split("\n")[0],
+                                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.error = lambda message: refuse(True, message)  # its own prints the usage on every rank
     for title, rows in FLAGS.items():
         group = parser.add_argument_group(title)
         for flag, row in rows.items():
-            what = ("choices" if isinstance(row.kind, tuple) else
-                    "action" if row.kind in (switch, true) else "type")
+            what = "choices" if isinstance(row.kind, tuple) else "type"
+            what = "action" if row.kind in (switch, true) else what
             group.add_argument(*flag.split(), help=row.help, **{what: row.kind}, **row.more)
     return vars(parser.parse_args(argv))
 
@@ -213,30 +193,31 @@ def read_flags(argv=None):
 def refuse_idle(given, flags):
     """Refuse, by name, what was said and would have no effect. A dry run stands for a job: it takes
     all that the job would, and does not ask what that needs."""
-    def there(flag):
-        name, *value = flag.split()
-        return flags[field(name)] == value[0] if value else flags[field(name)]
-    dry, said = flags["dry_run"], [flag for flag in ROWS if field(flag) in given]
+    said, dry = [flag for flag in ROWS if field(flag) in given], flags["dry_run"]
+    active = {f"--task {flags['task']}", *(flag for flag in ROWS if flags[field(flag)])}
+    instead = next((flag for flag in INSTEAD if flag in active), None)
     for one, other in map(str.split, APART):
-        refuse(one in said and other in said,
-               f"{one} and {other} do not go together: leave one out")
-    other = next(filter(there, INSTEAD), None)
+        refuse({one, other} <= set(said), f"{one} and {other} do not go together: leave one out")
     for flag in said:
         needs, job = ROWS[flag].needs, flag in TRAINING
-        if needs and not (job and dry) and not any(map(there, needs)):
-            raise BadInput(f"{flag} has no effect with --steps 0" if needs == STEPS else
-                           f"{flag} has no effect without {' or '.join(needs)}")
-        refuse(job and other and not dry,
-               f"{flag} has no effect with {other}: nothing is trained")
+        if job and dry:
+            continue
+        lack = "with --steps 0" if needs == STEPS else f"without {' or '.join(needs)}"
+        refuse(needs and not active & set(needs), f"{flag} has no effect {lack}")
+        refuse(job and instead, f"{flag} has no effect with {instead}: nothing is trained")
+    refuse(flags["min_lr"] > flags["lr"],
+           f"--min-lr {flags['min_lr']} is above --lr {flags['lr']}: give a lower one")
     refuse(flags["warmup"] > flags["steps"] > 0 and not dry,
-           f"--warmup {flags['warmup']} is longer than --steps {flags['steps']}: the rate would "
-           "never reach --lr")
+           f"--warmup {flags['warmup']} is longer than --steps {flags['steps']}")
 
 
 def extra(name, flag=None):
     """The module extras.`name`, which `flag` needs. Without a flag: None if the folder is gone."""
+    name, *packages = name.split()
     here = Path(__file__).with_name("extras").is_dir()
     refuse(flag and not here, f"{flag} needs the folder extras, which is not here")
+    for package in packages:
+        import_module("extras").need(package, flag)
     return import_module(f"extras.{name}") if here else None
 
 
@@ -247,20 +228,12 @@ def extra(name, flag=None):
 SWITCHES = [switch.name for switch in fields(Recipe) if switch.name != "group"]  # each is a flag
 
 
-@dataclass(frozen=True)
-class Machine:
-    cuda: bool
-    card: float  # bytes of a GPU; on a CPU, of a rank's part of the memory
-    host: float  # bytes of a host
-    ranks: int   # of this job that share a host
-
-
 class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine", "codec",
                                         "saved", "given"], frozen=True)):
     """All flags, and what follows from them.
 
-    recipe: a Recipe; its own flags stay as given, None where it is left to the machine. Its group
-    comes when the ranks have met
+    recipe: a Recipe; its group comes when the ranks have met. Its flags stay as given
+    machine: a Machine of extras/machine.py
     codec: a Tokenizer of extras/text.py; None where a text is its bytes
     saved: run.json of the checkpoint to go on from, or None
     given: the flags that were given, to this run or to those that it goes on from"""
@@ -268,24 +241,19 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
     def at(self, **changes):
         """Settings with other flags, the recipe fitted to them anew."""
         new = replace(self, **changes)
-        wanted = {name: getattr(new, name) for name in SWITCHES}
-        share, plan = new.machine.ranks / new.world, extra("plan")
-        on_host = plan and new.offload_params  # weights, gradients and moments: 16 bytes
-        held = 16 * plan.parameters(new) * share if on_host else 0
-        return replace(new, recipe=fit_recipe(wanted, new.config, new.machine, new.ctx, new.cp,
-                                              new.dtype, held))
+        return replace(new, recipe=fit_recipe(new))
 
     @property
     def length(self):
-        return write_length(self.ctx)
+        """--ctx as one writes it: 5242880 -> '5m'."""
+        units = ((2**20, "m"), (2**10, "k"), (1, ""))
+        return next(f"{self.ctx // unit}{name}" for unit, name in units if self.ctx % unit == 0)
 
     def meet(self, device, whole=False):
-        """The Job of a process whose ranks have met: cp of them share a sequence.
-
-        whole: every rank has the whole model, by FSDP over groups of one."""
+        """The Job of a process whose ranks have met. whole: FSDP's groups are of one rank."""
         world, cp = dist.get_world_size(), self.cp
-        mesh = init_device_mesh(device.type, (world // cp, cp), mesh_dim_names=("dp", "cp"))
-        everyone = init_device_mesh(device.type, (world, 1), mesh_dim_names=("all", "one"))
+        mesh = dist.init_device_mesh(device.type, (world // cp, cp), mesh_dim_names=("dp", "cp"))
+        everyone = dist.init_device_mesh(device.type, (world, 1), mesh_dim_names=("all", "one"))
         dp_rank, cp_rank = mesh.get_coordinate()
         return Job(dist.get_rank(), world, device, world // cp, dp_rank, cp, cp_rank,
                    mesh["cp"].get_group(), everyone["one" if whole else "all"])
@@ -302,21 +270,19 @@ def fill(values, **defaults):
     values.update({name: new for name, new in defaults.items() if values[name] is None})
 
 
-def fit_recipe(wanted, config, machine, ctx, cp, dtype, held=0):
-    """The Recipe of the switches that are wanted; a None among them as it suits this machine, of
-    whose host memory `held` bytes are taken."""
-    switches = dict(wanted)
+def fit_recipe(settings):
+    """The Recipe of the switches among the flags; one that is None as it suits the machine."""
+    s, cuda, plan = settings, settings.device == "cuda", extra("plan")
+    switches = {name: getattr(s, name) for name in SWITCHES}
     # Keeping x and attention's output of every block is the fastest, where the host has room.
-    width = config.n_layers * (config.dim + config.n_heads * config.head_dim)
-    kept = width * getattr(torch, dtype).itemsize * ctx / cp * machine.ranks
-    room = not machine.cuda or switches["keep_attention"] or kept + held < 0.9 * machine.host
+    room = s.keep_attention or not (cuda and plan) or plan.host_has_room(s)
     fill(switches, checkpoint=1 if room else 4)
-    checkpoint, textbook = switches["checkpoint"], "plain" if cp == 1 else "ulysses"
-    fill(switches, attention="upipe" if checkpoint else textbook, keep_attention=checkpoint == 1,
-         offload=machine.cuda and checkpoint >= 1)
-    tile = 4096 if machine.cuda else 64
+    lean, textbook = switches["checkpoint"] > 0, "plain" if s.cp == 1 else "ulysses"
+    fill(switches, attention="upipe" if lean else textbook, offload=cuda and lean,
+         keep_attention=switches["checkpoint"] == 1)
+    tile = 4096 if cuda else 64
     # Below a million tokens a stage of attention is too short to hide the reading.
-    fill(switches, stream=switches["offload"] and ctx >= 2**20, tile=tile if checkpoint else 0)
+    fill(switches, stream=switches["offload"] and s.ctx >= 2**20, tile=tile if lean else 0)
     return Recipe(**switches)
 
 
@@ -328,65 +294,36 @@ def launched():
 
 def with_defaults(flags):
     """The flags, with values for those that depend on model, device or another flag."""
-    flags, dry = dict(flags), flags["dry_run"]
+    flags, dry, (rank, world, local_rank, ranks_here) = dict(flags), flags["dry_run"], launched()
     fill(flags, device="cuda" if dry or torch.cuda.is_available() else "cpu")
     cuda = flags["device"] == "cuda"
     fill(flags, model=flags["init"] or ("llama3-8b" if cuda else "tiny"),
-         dtype="bfloat16" if cuda else "float32",
-         world=flags["one_rank_of"] or (8 if dry else launched()[1]))
+         dtype="bfloat16" if cuda else "float32", gpus_per_node=8 if dry else ranks_here,
+         world=flags["one_rank_of"] or (8 if dry else world))
+    if flags["init"] and Path(flags["init"], "tokenizer.json").exists():
+        fill(flags, tokenizer=f"{flags['init']}/tokenizer.json")
     if flags["model"] == "tiny":
         fill(flags, ctx=256, steps=450, lr=4e-3, eval_every=150)
     fill(flags, ctx=128 * 1024, steps=100, lr=3e-4, eval_every=0, cp=flags["world"])
     fill(flags, warmup=flags["steps"] // 20, min_lr=flags["lr"] / 10,
          eval_windows=max(1, 2**14 // flags["ctx"]))
-    refuse(flags["min_lr"] > flags["lr"],
-           f"--min-lr {flags['min_lr']} is above --lr {flags['lr']}: give a lower one")
+    if cuda and not dry:
+        refuse(ranks_here > torch.cuda.device_count(), "--device cuda: fewer GPUs here than the "
+               f"{ranks_here} ranks: start one per GPU, or say --device cpu")
+        if flags["dtype"] == "bfloat16" and torch.cuda.get_device_capability(local_rank) < (8, 0):
+            flags["dtype"] = "float32"
+            if rank == 0:
+                print("notice    this GPU does not compute in bfloat16: float32 instead")
     return flags
-
-
-def fit_machine(flags):
-    """The flags, with float32 on a card that has no bfloat16. BadInput where the ranks or the GPUs
-    of this machine cannot be so."""
-    world, cp, (rank, _, local_rank, local_world) = flags["world"], flags["cp"], launched()
-    if world % cp:
-        legal = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-        raise BadInput(f"--cp {cp} does not divide the {world} ranks of this job: use {legal}")
-    if flags["dry_run"] or flags["device"] != "cuda":
-        return flags
-    refuse(local_world > torch.cuda.device_count(),
-           f"--device cuda: {local_world} ranks on this machine, and PyTorch finds "
-           f"{torch.cuda.device_count()} GPUs: start one per GPU, or say --device cpu")
-    if flags["dtype"] == "bfloat16" and torch.cuda.get_device_capability(local_rank) < (8, 0):
-        if rank == 0:
-            print("notice    this GPU does not compute in bfloat16: float32 instead")
-        flags = {**flags, "dtype": "float32"}
-    if flags["dtype"] != "bfloat16":
-        extra("kernels", f"--dtype {flags['dtype']} on a GPU")
-    return flags
-
-
-def find_machine(flags):
-    """The memory of this machine, or of the one that --dry-run is to think of."""
-    cuda, here = flags["device"] == "cuda", 8 if flags["dry_run"] else launched()[3]
-    ranks, machine = min(flags["world"], flags["gpus_per_node"] or here), extra("machine")
-    known = cuda and flags["dry_run"]
-    host, card = machine.memory_here() if machine else math.inf, 80 * GIB
-    host = (flags["host_mem"] or 0) * GIB or (2000 * GIB if known else host)
-    if not known:
-        card = host / ranks
-        if cuda:
-            card = torch.cuda.get_device_properties(launched()[2]).total_memory
-    return Machine(cuda, (flags["gpu_mem"] or 0) * GIB or card, host, ranks)
 
 
 def choose_model(flags, saved, codec):
     """The GPTConfig that flags, --init or a checkpoint ask for."""
     if saved:
         for name in FIXED:
-            old = saved["flags"].get(name)
-            refuse(flags[name] != old,
-                   f"--{name.replace('_', '-')} was {old} in {saved['path']}, and a run keeps it: "
-                   "to start another one from its weights, --export them and --init")
+            old, flag = saved["flags"][name], name.replace("_", "-")
+            refuse(flags[name] != old, f"--{flag} was {old} in {saved['path']}, and a run keeps "
+                   "it: --export its weights and --init another one")
         return GPTConfig(**saved["config"])
     name, size = flags["model"], codec.size if codec else 256
     if flags["init"]:
@@ -409,62 +346,54 @@ def make_settings(argv=None):
     known = {**(saved["flags"] if saved else {}), **given}
     flags = with_defaults({**DEFAULTS, **known})
     refuse_idle(given, flags)
-    flags = fit_machine(flags)
-    beside = flags["init"] and Path(flags["init"]) / "tokenizer.json"
-    path = flags["tokenizer"] or beside and beside.exists() and beside
+    world, cp = flags["world"], flags["cp"]
+    refuse(world % cp, f"--cp {cp} does not divide the {world} ranks of this job: use a divisor")
     codec = None
-    if path and path != "bytes":
-        codec = extra("text", "--tokenizer").Tokenizer(path)
+    if flags["tokenizer"] not in (None, "bytes"):
+        codec = extra("text tokenizers", "--tokenizer").Tokenizer(flags["tokenizer"])
     config = choose_model(flags, saved, codec)
-    if flags["kernel"] not in ("auto", *upipe.KERNELS):
-        extra("kernels", f"--kernel {flags['kernel']}")
-    settings = Settings(**flags, config=config, recipe=None, machine=find_machine(flags),
-                        codec=codec, saved=saved, given=known).at()  # fits the recipe
+    usual = flags["device"] == "cpu" or flags["dry_run"] or flags["dtype"] == "bfloat16"
+    if not usual or flags["kernel"] not in ("auto", *KERNELS):
+        extra("kernels", f"--kernel {flags['kernel']} with --dtype {flags['dtype']}")
+    machine = extra("machine") and extra("machine").find_machine(flags, launched()[2])
+    settings = Settings(**flags, config=config, recipe=None, machine=machine, codec=codec,
+                        saved=saved, given=known).at()  # fits the recipe
     settings.recipe.check(config, settings.cp)
     return settings
 
 
 def refuse_early(settings):
     """What can be known to go wrong in the end, before anything begins."""
-    dry = settings.dry_run
+    s, dry = settings, settings.dry_run
     for flag, row in ROWS.items():
-        wanted = getattr(settings, field(flag)) not in (None, False, 0)
-        if row.extra and wanted and not (dry and flag in TRAINING):
-            module, *packages = row.extra.split()
-            extra(module, flag)
-            for package in packages:
-                import_module("extras").need(package, flag)
+        if row.extra and getattr(s, field(flag)) and not (dry and flag in TRAINING):
+            extra(row.extra, flag)
     if dry:
         return
-    refuse(settings.save and not settings.resume and checkpoints(settings.save),
-           f"--save {settings.save} has checkpoints already: --resume, or another folder")
-    refuse(settings.export and Path(settings.export).exists(),
-           f"--export {settings.export} exists already")
-    if settings.task == "recall":
-        extra("recall", "--task recall").refuse_early(settings)
-    if settings.sample:
-        extra("text", "--sample").refuse_early(settings)
-    if settings.init and not (settings.road or settings.one_rank_of):
-        paths = find_files(settings.data) if settings.task == "text" else ()
-        extra("hf", "--init").refuse_early(settings, paths)
+    refuse(s.save and not s.resume and checkpoints(s.save),
+           f"--save {s.save} has checkpoints already: --resume, or another folder")
+    refuse(s.export and Path(s.export).exists(), f"--export {s.export} exists already")
+    if s.sample:
+        extra("text", "--sample").refuse_early(s)
+    if s.init and not (s.road or s.one_rank_of):
+        paths = find_files(s.data) if s.task == "text" else ()
+        extra("hf", "--init").refuse_early(s, paths)
 
 
 def make_folders(settings):
     """Make what the flags name. BadInput if one cannot be written: now, not in a week."""
-    files, folders = [settings.json, settings.plot], []
-    if not settings.dry_run:
-        files += [settings.log, settings.loss_by_position, settings.export]
-        folders += [settings.save, settings.profile]
-    for name in filter(None, files + folders):
-        path = Path(name)
-        folder = path.parent if name in files else path
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(str(error))
-        refuse(name in files and path.is_dir(), f"{name} is a folder: give a file")
-        place = path if path.exists() else folder
-        refuse(not os.access(place, os.W_OK), f"cannot write to {name}")
+    s = settings
+    files, folders = [s.json, s.plot], []
+    if not s.dry_run:
+        files += [s.log, s.loss_by_position, s.export]
+        folders += [s.save, s.profile]
+    for path in map(Path, filter(None, files)):
+        refuse(path.is_dir(), f"{path} is a folder: give a file")
+        folders.append(path if path.exists() else path.parent)
+    for path in map(Path, filter(None, folders)):
+        if not path.exists():
+            path.mkdir(parents=True)
+        refuse(not os.access(path, os.W_OK), f"cannot write to {path}")
 
 
 # 3. Ranks and groups ------------------------------------------------------------------------------
@@ -484,7 +413,7 @@ class Job:
     cp: int                   # ranks that share a sequence
     cp_rank: int
     group: dist.ProcessGroup  # those ranks
-    everyone: DeviceMesh
+    everyone: dist.DeviceMesh
 
     def say(self, text):
         if self.rank == 0:
@@ -499,18 +428,19 @@ class Job:
             raise BadInput(next(text for text in self.gather(fault) if text is not None))
         return value
 
-    def together(self, work):
-        """Run work() -> (result, number) on every rank: this rank's result, the sum of numbers."""
-        result, number, fault = None, 0, None
+    def together(self, work, what=""):
+        """work() on every rank -> this rank's result. What it raises on one, it raises on all."""
+        result = fault = None
         try:
-            result, number = work()
+            result = work()
         except (BadInput, OSError) as error:
-            fault = str(error)
-        return result, self.agree(fault, number)
+            fault = f"{what}{error}"
+        self.agree(fault)
+        return result
 
-    def on_rank_0(self, work):
+    def on_rank_0(self, work, what=""):
         """Let rank 0 do it, and all wait until it is done -> rank 0: its result."""
-        return self.together(lambda: (work() if self.rank == 0 else None, 0))[0]
+        return self.together(lambda: work() if self.rank == 0 else None, what)
 
     def gather(self, value):
         """The values of all ranks, on every rank."""
@@ -521,23 +451,22 @@ class Job:
 
 def join(settings):
     """Meet the other ranks -> Job. What can be refused without them has been refused before."""
-    rank, world, local_rank, local_world = launched()
+    _, world, local_rank, ranks_here = launched()
     cuda = settings.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     elif machine := extra("machine"):
-        torch.set_num_threads(machine.threads_here(local_world))
+        torch.set_num_threads(machine.threads_here(ranks_here))
     if settings.one_rank_of:
         extra("memory", "--one-rank-of").pretend(settings.world)
         return settings.meet(device)
     timeout = timedelta(seconds=min(settings.timeout, 1e8))
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if world == 1 else {}
-    # With --offload-params gradients are on the CPU, and so is the sum that makes their norm.
-    both = cuda and settings.offload_params
-    backend = "cpu:gloo,cuda:nccl" if both else "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=timeout,
-                            device_id=device if cuda and not both else None, **alone)
+    backend, first = ("nccl", device) if cuda else ("gloo", None)
+    if cuda and settings.offload_params:  # weights and gradients are DTensors on the CPU
+        backend, first = "cpu:gloo,cuda:nccl", None
+    dist.init_process_group(backend, timeout=timeout, device_id=first, **alone)
     job = settings.meet(device)
     job.group.set_timeout(timeout)  # a new group does not inherit it
     return job
@@ -549,31 +478,20 @@ def join(settings):
 
 
 class Part(NamedTuple):
-    """Where token ids lie. No file stays open: a system allows a process few, data has many."""
+    """Ids [begin, end) of a file. None stays open: a system allows a process few."""
     path: Path
     dtype: np.dtype
-    start: int  # of the first id, in bytes
-    count: int  # of ids
-
-    def cut(self, start, stop):
-        return self._replace(start=self.start + start * self.dtype.itemsize, count=stop - start)
-
-    def read(self):
-        try:
-            ids = np.fromfile(self.path, self.dtype, self.count, offset=self.start)
-        except OSError as error:
-            raise BadInput(f"--data: {error}")
-        refuse(len(ids) < self.count,
-               f"--data {self.path} is shorter than it was at the start of this run")
-        return ids
+    header: int  # bytes before the file's first id
+    begin: int
+    end: int
 
 
 class Tokens:
     """Parts of files, one behind the other, as one row of token ids."""
 
     def __init__(self, parts, vocab):
-        self.parts, self.vocab = [part for part in parts if part.count], vocab
-        self.begins = np.cumsum([0] + [part.count for part in self.parts]).tolist()
+        self.parts, self.vocab = [part for part in parts if part.begin < part.end], vocab
+        self.begins = np.cumsum([0] + [part.end - part.begin for part in self.parts]).tolist()
 
     def __len__(self):
         return self.begins[-1]
@@ -582,139 +500,97 @@ class Tokens:
         """ids [start, stop) as int64. Reads nothing else from the disk."""
         ids = np.empty(stop - start, np.int64)
         for i in range(bisect(self.begins, start) - 1, bisect_left(self.begins, stop)):
-            part, begin = self.parts[i], self.begins[i]
-            a, b = max(start - begin, 0), min(stop - begin, part.count)
-            found = part.cut(a, b).read()
-            legal = (found >= 0) & (found < self.vocab)
-            if not legal.all():
-                raise BadInput(f"{part.path}: token id {found[legal.argmin()]} is not in the "
-                               f"vocabulary of {self.vocab} (another integer width?)")
-            ids[begin + a - start:begin + b - start] = found
+            part, a, b = self.parts[i], max(start, self.begins[i]), min(stop, self.begins[i + 1])
+            offset = part.header + (part.begin + a - self.begins[i]) * part.dtype.itemsize
+            found = np.fromfile(part.path, part.dtype, b - a, offset=offset)
+            refuse(len(found) < b - a, f"--data {part.path} has become shorter in this run")
+            wrong = found[(found < 0) | (found >= self.vocab)]
+            refuse(len(wrong), f"{part.path}: token id {wrong[:1]} is not in the vocabulary of "
+                   f"{self.vocab} (another integer width?)")
+            ids[a - start:b - start] = found
         return ids
 
     def window(self, start, ctx, cp, cp_rank, docs=None):
-        """A rank's slice of the window at `start`: inputs, labels and, with docs, where documents
-        start. The last token of one has no label."""
-        inputs, labels = read_slice(self, start, ctx, cp, cp_rank)
+        """A rank's slice of the window at `start`: inputs and labels, int64 [s], s = ceil(ctx/cp),
+        and, with docs, where documents start in the whole window.
+
+        The slice is that of upipe.shard(), without reading the rest. Labels are ignored beyond the
+        window (cp may not divide ctx), beyond the data, and of a document's last token."""
+        s, end = -(-ctx // cp), min(start + ctx, len(self) - 1)  # the last token is but a label
+        a, b = (min(start + rank * s, end) for rank in (cp_rank, cp_rank + 1))
+        inputs, labels = torch.zeros(s, dtype=torch.int64), torch.full((s,), IGNORE)
+        if a < b:
+            ids = torch.from_numpy(self.read(a, b + 1))
+            inputs[:b - a], labels[:b - a] = ids[:-1], ids[1:]
         if docs is None:
             return inputs, labels
-        starts = find_documents(self, start, ctx, docs)
-        last = starts[1:] - 1 - cp_rank * len(labels)
-        labels[last[(last >= 0) & (last < len(labels))]] = IGNORE
+        # Documents start with a file, and after each token `docs`: for those, read it all.
+        starts = {0, *(begin - start for begin in self.begins if start < begin < end)}
+        if docs != NO_ID and start < end:
+            starts.update((np.flatnonzero(self.read(start, end - 1) == docs) + 1).tolist())
+        starts = torch.tensor(sorted(starts))
+        last = starts[1:] - 1 - cp_rank * s
+        labels[last[(last >= 0) & (last < s)]] = IGNORE
         return inputs, labels, starts
-
-
-def fingerprint(tokens):
-    """A text that differs for other tokens: of where files begin, and of 64 short windows. To read
-    it all would cost hours; up to 256k tokens, this is all."""
-    n, found = len(tokens), hashlib.sha256(repr(tokens.begins).encode())
-    size = min(n, 4096)
-    for start in np.linspace(0, n - size, 64, dtype=int).tolist():
-        found.update(tokens.read(start, start + size).tobytes())
-    return f"{n} tokens, {found.hexdigest()[:16]}"
 
 
 def open_file(path, vocab):
     """One file of token ids as a Part: what can be wrong with its form shows now."""
-    dtype = np.dtype(np.uint8)
-    if path.suffix == ".bin":
-        dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
-    npy = path.suffix == ".npy"
+    wide = "<u2" if vocab <= 2**16 else "<u4"
+    dtype = np.dtype(wide if path.suffix == ".bin" else np.uint8)
     try:
-        ids = np.lib.format.open_memmap(path, mode="r") if npy else np.memmap(path, dtype, "r")
-    except (OSError, ValueError) as error:  # not readable, not .npy, not a whole number of ids
-        raise BadInput(f"{path}, as {'numpy file' if npy else dtype}: {error}")
+        ids = (np.lib.format.open_memmap(path, mode="r") if path.suffix == ".npy" else
+               np.memmap(path, dtype, "r"))
+    except ValueError as error:  # not .npy, not a whole number of ids
+        raise BadInput(f"{path}: {error}")
     refuse(ids.ndim != 1 or ids.dtype.kind not in "iu",
            f"{path}: {ids.dtype} of shape {ids.shape} is not one row of integers")
     head = ids[:4096]
     refuse(dtype.itemsize == 2 and len(head) > 1 and head.any() and not head[1::2].any(),
-           f"{path}: every second id is 0, as if uint32 were read as uint16: save uint16 for a "
-           f"vocabulary of {vocab}, or a .npy file")
-    return Part(path, ids.dtype, ids.offset, len(ids))
-
-
-def walk(folder, skip):
-    """The files below a folder, in an order that depends on their names alone."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name[0] == "." or entry.name in skip:
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from walk(entry.path, skip)
-        elif entry.is_file() and entry.stat().st_size:
-            yield Path(entry.path)
+           f"{path}: every second id is 0, as in uint32 read as uint16: save uint16 or .npy")
+    return Part(path, ids.dtype, ids.offset, 0, len(ids))
 
 
 def find_files(data):
-    """The files that --data names."""
-    root, skip = Path(data or ""), ()
+    """The files that --data names, in an order that depends on their names alone."""
+    root, found, skip = Path(data or ""), [], set()
     if data is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        skip = ("site-packages", "dist-packages", "test", "tests", "idle_test")
+        root = Path(os.__file__).parent
+        skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     if root.is_file():
         return [root]
     refuse(data == "" or not root.is_dir(), f"--data {data!r} is no file or folder")
-    return [path for path in walk(root, skip) if data or path.suffix == ".py"]
+    for folder, folders, names in os.walk(root, onerror=lambda error: refuse(True, error)):
+        folders[:] = [name for name in folders if name[0] != "." and name not in skip]
+        found += [Path(folder, name) for name in names if name[0] != "."]
+    return sorted(path for path in found if (data or path.suffix == ".py")
+                  and path.is_file() and path.stat().st_size)
 
 
-def open_data(data, vocab, ctx, tokenizer=None):
+def open_data(data, vocab, tokenizer=None):
     """(train, valid): of every ten files the tenth is held out; of fewer, a tenth of each."""
-    try:
-        paths = find_files(data)
-        if tokenizer and not any(path.suffix in (".bin", ".npy") for path in paths):
-            cache, dtype, ends = extra("text", "--tokenizer").tokenize(paths, tokenizer)
-            row = Part(cache, dtype, 0, None)
-            parts = [row.cut(a, b) for a, b in zip([0, *ends], ends)]
-        else:
-            parts = [open_file(path, vocab) for path in paths]
-    except OSError as error:
-        raise BadInput(f"--data {data}: {error}")
-    name = data or "Python's standard library"
-    refuse(len({part.dtype for part in parts}) > 1,
-           f"--data {name}: text and tokens, or several integer types, in one folder")
-    if len(parts) >= 10:
-        train, valid = [part for i, part in enumerate(parts) if i % 10 != 9], parts[9::10]
+    paths = find_files(data)
+    if tokenizer and not any(path.suffix in (".bin", ".npy") for path in paths):
+        cache, dtype, ends = extra("text", "--tokenizer").tokenize(paths, tokenizer)
+        parts = [Part(cache, dtype, 0, *ids) for ids in zip([0, *ends], ends)]
     else:
-        train = [part.cut(0, part.count * 9 // 10) for part in parts]
-        valid = [part.cut(part.count * 9 // 10, part.count) for part in parts]
-    train, valid = Tokens(train, vocab), Tokens(valid, vocab)
-    refuse(len(train) < ctx + 1 or len(valid) < 2,
-           f"--data {name}: --ctx {write_length(ctx)} needs {ctx + 1} tokens to train on and 2 to "
-           f"validate with, here are {len(train)} and {len(valid)}")
-    return train, valid
+        parts = [open_file(path, vocab) for path in paths]
+    refuse(len({part.dtype for part in parts}) > 1,
+           f"--data {data}: text and tokens, or several integer types, in one folder")
+    train, valid = [part for i, part in enumerate(parts) if i % 10 != 9], parts[9::10]
+    if not valid:
+        cuts = [part.begin + (part.end - part.begin) * 9 // 10 for part in parts]
+        train = [part._replace(end=cut) for part, cut in zip(parts, cuts)]
+        valid = [part._replace(begin=cut) for part, cut in zip(parts, cuts)]
+    return Tokens(train, vocab), Tokens(valid, vocab)
 
 
-def read_slice(tokens, start, ctx, cp, cp_rank):
-    """This rank's slice of the window at `start`: inputs and labels, int64 [s], s = ceil(ctx/cp).
-
-    The same as upipe.shard() of the whole window, without reading it: the last label is the next
-    slice's first input. Beyond the window (a ctx that cp does not divide) and beyond the data (a
-    short validation set) labels are ignored."""
-    s = -(-ctx // cp)
-    end = min(start + ctx, len(tokens) - 1)  # the last token can only be a label
-    a, b = (min(start + rank * s, end) for rank in (cp_rank, cp_rank + 1))
-    inputs, labels = torch.zeros(s, dtype=torch.int64), torch.full((s,), IGNORE)
-    if a < b:
-        ids = torch.from_numpy(tokens.read(a, b + 1))
-        inputs[:b - a], labels[:b - a] = ids[:-1], ids[1:]
-    return inputs, labels
-
-
-def find_documents(tokens, start, ctx, separator):
-    """Where documents start in the window at `start`: [0, ...], the same on every rank. They start
-    with a file, and after each token `separator`: for those a rank reads the whole window."""
-    stop = min(start + ctx, len(tokens) - 1)
-    found = {begin - start for begin in tokens.begins if start < begin < stop}
-    if separator != NO_ID and start < stop:
-        found.update((np.flatnonzero(tokens.read(start, stop - 1) == separator) + 1).tolist())
-    return torch.tensor(sorted({0} | found))
-
-
-def read_windows(job, tokens, starts, ctx, docs=None):
+def read_windows(job, tokens, starts, settings):
     """This rank's slices of windows, and the number of labels in all windows of all ranks."""
-    def work():
-        batch = [tokens.window(start, ctx, job.cp, job.cp_rank, docs) for start in starts]
-        return batch, sum(int((labels != IGNORE).sum()) for _, labels, *_ in batch)
-    return job.together(work)
+    batch = job.together(lambda: [tokens.window(start, settings.ctx, job.cp, job.cp_rank,
+                                                settings.docs) for start in starts])
+    count = sum(int((labels != IGNORE).sum()) for _, labels, *_ in batch)
+    return batch, job.agree(None, count)
 
 
 @lru_cache(maxsize=2)
@@ -726,51 +602,55 @@ def epoch_starts(length, ctx, seed, epoch):
 
 def train_starts(job, tokens, ctx, seed, step, grad_accum, ahead=0):
     """A step's windows for this rank's group: the groups take turns along the epochs' windows.
-
-    ahead: by how many windows a run is ahead of that, since it once took more of them a step."""
+    ahead: by how many of them a run is ahead of its steps, since it once took more a step."""
     n, first = (len(tokens) - 1) // ctx, ahead + step * grad_accum * job.dp + job.dp_rank
     turns = range(first, first + grad_accum * job.dp, job.dp)
     return [int(epoch_starts(len(tokens), ctx, seed, i // n)[i % n]) for i in turns]
 
 
-def eval_starts(tokens, settings):
-    """Where windows start that are spread evenly; one, padded, where the data is shorter."""
-    last = len(tokens) - 1
-    n = max(1, min(settings.eval_windows, last // settings.ctx))
-    return [i * (last // n) for i in range(n)]
-
-
-@dataclass
-class Data:
+class Data(NamedTuple):
     train: Tokens  # or Recall of extras/recall.py
     valid: Tokens
-    held_out: list  # where the windows start that evaluation sees
+    held_out: list  # where the windows start that this rank's group evaluates
     compare: str    # what a simple method reaches on them, for people
-    mark: str = ""  # fingerprint(train)
+    mark: str       # a fingerprint of `train`
+
+
+def find_tokens(job, settings):
+    """(train, valid, a fingerprint of train): Tokens, the same on every rank."""
+    s, guard = settings, extra("guard")
+
+    def work():
+        train, valid = open_data(s.data, s.config.vocab_size, s.codec)
+        refuse(len(train) <= s.ctx or len(valid) < 2, f"--ctx {s.length} needs {s.ctx + 1} tokens, "
+               f"and 2 to validate with: of --data {s.data} are {len(train)} and {len(valid)}")
+        return train, valid, guard.fingerprint(train) if guard else f"{len(train)} tokens"
+    if s.codec:  # one rank of each machine writes the cache
+        job.together(lambda: work() if launched()[2] == 0 else None)
+    train, valid, mark = job.together(work)
+    refuse(len(set(job.gather(mark))) > 1, f"--data {s.data}: the ranks see different files")
+    return train, valid, mark
 
 
 def find_data(job, settings):
     """The Data that --task, --data and the tokenizer say."""
-    if settings.task == "recall":
-        job.say("data      keys and values at the start of each window, asked for at its end")
-        train, valid, compare = extra("recall", "--task recall").make_data(settings)
-        return Data(train, valid, eval_starts(valid, settings), compare)
-
-    def work():
-        train, valid = open_data(settings.data, settings.config.vocab_size, settings.ctx,
-                                 settings.codec)
-        return (train, valid, fingerprint(train)), 0
-    if settings.codec:  # one rank of each machine writes the cache
-        first = launched()[2] == 0
-        job.together(lambda: work() if first else (None, 0))
-    (train, valid, mark), _ = job.together(work)
-    refuse(len(set(job.gather(mark))) > 1,
-           f"--data {settings.data}: the ranks see different files: rank {job.rank} {mark}")
-    held_out, text = eval_starts(valid, settings), extra("text")
-    job.say(f"data      {settings.data or 'the Python standard library'}: {len(train):,} tokens, "
-            f"and {len(valid):,} to validate: {len(held_out)} windows")
-    compare = text.compare(job, settings, train, valid, held_out) if text else ""
-    return Data(train, valid, held_out, compare, mark)
+    s, text = settings, extra("text")
+    if s.task == "recall":
+        train, valid, compare = extra("recall", "--task recall").make_data(s)
+        mark, said = "", "keys and values at the start of each window, asked for at its end"
+    else:
+        train, valid, mark = find_tokens(job, s)
+        said = (f"{s.data or 'the Python standard library'}: {len(train):,} tokens, and "
+                f"{len(valid):,} to validate")
+    last = len(valid) - 1
+    n = max(1, min(s.eval_windows, last // s.ctx))  # one, padded, where the data is shorter
+    starts = [i * (last // n) for i in range(n)]
+    job.say(f"data      {said}: {n} windows")
+    if s.task == "text":
+        compare = text.compare(job, s, train, valid, starts) if text else ""
+    # Each group gets as many, perhaps an empty one past the end, so that all make the same calls.
+    starts += [len(valid)] * (-n % job.dp)
+    return Data(train, valid, starts[job.dp_rank::job.dp], compare, mark)
 
 
 # 5. Sharding --------------------------------------------------------------------------------------
@@ -784,9 +664,8 @@ def shard_model(model, mesh, dtype, offload_params=False):
     precision = fsdp.MixedPrecisionPolicy(
         param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None,
         cast_forward_inputs=False)  # a block takes more than tensors, and tokens are no floats
-    offload = fsdp.OffloadPolicy()
-    if offload_params:
-        offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    offload = (fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload_params else
+               fsdp.OffloadPolicy())
     heads = [] if model.config.tie_embeddings else [model.lm_head]
     for unit in [*model.layers, model.embed_tokens, *heads, model]:
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -847,28 +726,21 @@ def train_step(job, model, optimizer, batch, total, recipe, grad_clip, step):
     loss = loss.item()
     fault = f"step {step}: the loss of rank {job.rank} is {loss}, nothing was updated"
     loss = job.agree(None if math.isfinite(loss) else fault, loss)
-    # The norm is taken over the shards of all ranks: one number, so one decision, on every rank.
-    parameters = [p for p in model.parameters() if p.grad is not None]  # the others are frozen
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor()
-    refuse(not norm.isfinite(),
-           f"step {step}: the gradient norm is {norm.item()}, nothing was updated")
-    if grad_clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+    # The norm is that of the shards of all ranks: one number, so one decision, on every rank.
+    shards = [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # else frozen
+    norm = torch.nn.utils.get_total_norm(shards).item()
+    norm = math.sqrt(job.agree(None, norm**2))
+    refuse(not math.isfinite(norm), f"step {step}: gradient norm {norm}, nothing was updated")
+    if grad_clip and norm > grad_clip:
+        torch._foreach_mul_(shards, grad_clip / (norm + 1e-6))  # as torch's clip_grad_norm_
     optimizer.step()
-    return loss, norm.item()
-
-
-def read_held_out(job, data, settings):
-    """read_windows of all windows that evaluation sees. The groups share them. One that has fewer
-    than the others joins in with an empty one, past the data's end: all make the same calls."""
-    starts = data.held_out + [len(data.valid)] * (-len(data.held_out) % job.dp)
-    return read_windows(job, data.valid, starts[job.dp_rank::job.dp], settings.ctx, settings.docs)
+    return loss, norm
 
 
 @torch.no_grad()
 def evaluate(job, model, data, settings):
     """Mean loss over the windows that are held out, by the same call as in training."""
-    batch, total = read_held_out(job, data, settings)
+    batch, total = read_windows(job, data.valid, data.held_out, settings)
     return job.agree(None, sum(
         model(inputs.to(job.device), labels.to(job.device), settings.recipe, total, *docs).item()
         for inputs, labels, *docs in batch))
@@ -876,10 +748,10 @@ def evaluate(job, model, data, settings):
 
 # 7. Checkpoints -----------------------------------------------------------------------------------
 # A checkpoint is a folder step-00000100 in --save: the tensors by torch's distributed checkpoint,
-# and run.json. Each rank writes its own shards, and any number of ranks reads them. A folder is
-# written under a name with a dot and renamed when all of it is there, so a crash at any time leaves
-# whole checkpoints, and rubbish that the next start sweeps away. run.json has size and checksum of
-# each file. What does not fit them is not read, not counted and not deleted.
+# and run.json. Each rank writes its own shards, and any number of ranks reads them. A folder's name
+# has a dot until all of it is there, so a crash at any time leaves whole checkpoints, and rubbish
+# that the next start sweeps away. run.json has size and checksum of each file: what does not fit
+# is not read, not counted and not deleted.
 
 # Flags that a resumed run takes from run.json: those that none may change, and those that one may.
 # Of the latter only what was given: a --min-lr that followed from --lr has to follow the next one.
@@ -889,16 +761,9 @@ REMEMBERED = (*FIXED, *SWITCHES, "cp", "dtype", "data", "tokenizer", "steps", "l
 FACTS = {"step", "drawn", "data", "world", "config", "flags", "files"}  # what run.json says
 
 
-@dataclass
-class Run:
-    step: int = 0   # steps that are done
-    drawn: int = 0  # windows that all groups together have been trained on
-
-
 def checkpoints(folder, dot=""):
     """The folders with the name of a checkpoint, oldest first; with a dot, of an unfinished one."""
-    return sorted(path for path in Path(folder).glob(f"{dot}step-*")
-                  if re.fullmatch(r"\.?step-[0-9]{8}", path.name))
+    return sorted(Path(folder).glob(f"{dot}step-{'[0-9]' * 8}"))
 
 
 def read_checkpoint(path):
@@ -910,8 +775,7 @@ def read_checkpoint(path):
         refuse(not same, "another version of train.py wrote it")
         refuse(path.name != f"step-{saved['step']:08d}", f"it is of step {saved['step']}")
         for name, (size, _) in saved["files"].items():
-            size_now = (path / name).stat().st_size
-            refuse(size_now != size, f"{name} had {size} bytes when it was written")
+            refuse((path / name).stat().st_size != size, f"{name} had {size} bytes when written")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise BadInput(f"run.json: {error}")
     if saved["world"] != launched()[1]:
@@ -920,36 +784,29 @@ def read_checkpoint(path):
 
 
 def whole(folder):
-    """read_checkpoint of those that can be read, oldest first."""
+    """The checkpoints that can be read, oldest first."""
     found = []
     for path in checkpoints(folder):
         with suppress(BadInput):
-            found.append(read_checkpoint(path))
+            found.append(read_checkpoint(path)["path"])
     return found
 
 
-@contextmanager
-def naming_the_one_before(path):
-    """Whatever cannot be read of a checkpoint is a BadInput that tells what to resume from."""
-    try:
-        yield
-    except BadInput as error:
-        way = "none before it is whole"
-        for older in whole(path.parent):
-            if older["path"] < path:
-                step = older["step"]
-                way = f"--resume {step} takes step-{step:08d}, the newest whole one before it"
-        raise BadInput(f"--resume: {path} is damaged: {error}; {way}")
+def damaged(path, error):
+    """The BadInput for a checkpoint that cannot be read: it tells what to resume from."""
+    name = max((old.name for old in whole(path.parent) if old < path), default="none")
+    return BadInput(f"--resume: {path} is damaged: {error}; --resume STEP takes an older one: the "
+                    f"newest whole one before it is {name}")
 
 
 def find_checkpoint(folder, step):
     """read_checkpoint of the newest in --save, or of that of `step`; None if there is none."""
     found = [path for path in checkpoints(folder) if step in (NO_ID, int(path.name[5:]))]
     refuse(not found and step != NO_ID, f"--resume {step}: {folder} has no step-{step:08d}")
-    if not found:
-        return None
-    with naming_the_one_before(found[-1]):
-        return read_checkpoint(found[-1])
+    try:
+        return read_checkpoint(found[-1]) if found else None
+    except BadInput as error:
+        raise damaged(found[-1], error)
 
 
 def sweep(folder):
@@ -964,7 +821,7 @@ def sweep(folder):
 def claim(settings):
     """Rank 0 makes --save this job's own -> the lock, to be held."""
     folder, guard = Path(settings.save), extra("guard")
-    lock = guard.lock(folder) if guard else None
+    lock = guard.lock(folder) if guard else nullcontext()
     for path in set(folder.glob("step-*")) - set(checkpoints(folder)):
         print(f"notice    {path} has not the name of a checkpoint: it is left alone")
     for path in checkpoints(folder, "."):
@@ -983,35 +840,34 @@ def state_of(model, optimizer):
     return state
 
 
-def save_state(job, settings, model, optimizer, run, data):
+def save_state(job, settings, model, optimizer, step, drawn, data):
     """Write a checkpoint, and remove all but the last --keep. BadInput if the disk is full."""
-    folder, name, guard = Path(settings.save), f"step-{run.step:08d}", extra("guard")
+    folder, name, guard = Path(settings.save), f"step-{step:08d}", extra("guard")
     part = folder / f".{name}"
     flags = {name: getattr(settings, name) for name in REMEMBERED
              if name in FIXED or name in settings.given}
-    facts = dict(step=run.step, drawn=run.drawn, data=data, world=job.world,
-                 config=asdict(settings.config), flags=flags)
+    facts = dict(step=step, drawn=drawn, data=data, world=job.world,
+                 config=asdict(settings.config), flags=flags, files={})
 
     def write():
         distributed("save", state_of(model, optimizer), part)
         mine = [*part.glob(f"__{job.rank}_*"), *(part.glob(".metadata") if job.rank == 0 else ())]
-        return {file.name: (file.stat().st_size, guard and guard.checksum(file))
-                for file in mine}, 0
+        return {file.name: (file.stat().st_size, guard and guard.checksum(file)) for file in mine}
 
     def publish():
         (part / "run.json").write_text(json.dumps(facts, indent=1))
         part.rename(folder / name)
         for old in whole(folder)[:-settings.keep]:
-            sweep(old["path"].rename(folder / f".{old['path'].name}"))
+            sweep(old.rename(folder / f".{old.name}"))
     try:
-        files, _ = job.together(write)
-        facts["files"] = {name: fact for each in job.gather(files) for name, fact in each.items()}
+        for files in job.gather(job.together(write)):
+            facts["files"].update(files)
         job.on_rank_0(publish)
     except BadInput as error:
         free = shutil.disk_usage(folder).free  # torch does not say that a disk is full
         job.on_rank_0(lambda: sweep(part))
-        raise BadInput(f"--save: {folder / name} cannot be written, {free:,} bytes were free: "
-                       f"{error}; those before it are whole")
+        raise BadInput(f"--save: {folder / name} cannot be written, {free:,} bytes free: {error}; "
+                       "those before it are whole")
     job.say(f"saved     {folder / name}")
 
 
@@ -1026,34 +882,34 @@ def distributed(work, state, path):
 
 
 def load_state(job, settings, model, optimizer, data):
-    """The Run to go on with, on data of this fingerprint: of a checkpoint, from published weights
-    or from the start."""
+    """Set model and optimizer as a checkpoint or published weights have them -> steps done, windows
+    drawn by all groups together. data: the fingerprint of what they are drawn from."""
     saved, guard = settings.saved, extra("guard")
-    step = saved["step"] if saved else 0
-    ends = torch.tensor([step, -step], device=job.device)  # the largest, and the smallest
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    refuse(ends.sum(), f"--save {settings.save}: the ranks see different checkpoints there: it "
-           "must be one folder for all")
+    seen = saved and saved["step"], settings.save and Path(settings.save).is_dir()
+    refuse(len(set(job.gather(seen))) > 1, f"--save {settings.save}: the ranks see different "
+           "checkpoints or folders there: it must be on a disk that all machines share")
     if not saved:
         if settings.resume:
             job.say(f"resume    no checkpoint in {settings.save} yet: from the start")
         if settings.init:
             extra("hf", "--init").load_weights(job, settings.config, model, settings.init)
-        return Run()
-    refuse(saved["data"] != data, f"--data is of {data}, and was of {saved['data']} in "
-           f"{settings.save}: its windows would be others")
+        return 0, 0
+    path, was = saved["path"], saved["data"]
+    refuse(was != data, f"--data is of {data}, and was of {was}: its windows would be others")
     make_moments(model, optimizer)  # there must be some to load into
     state = state_of(model, optimizer)
-    with naming_the_one_before(saved["path"]):
+    try:
         if guard and settings.verify is not False:
-            job.together(lambda: (guard.verify(job, saved), 0))
+            job.together(lambda: guard.verify(job, saved))
         elif not guard:
             job.say("notice    without the folder extras no checksum is compared")
-        distributed("load", state, saved["path"])
+        distributed("load", state, path)
+    except BadInput as error:
+        raise damaged(path, error)
     torch.set_rng_state(state["rng"])
-    job.say(f"resume    {saved['path']}, written by {saved['world']} ranks")
-    job.on_rank_0(lambda: put_aside(saved["path"]))
-    return Run(saved["step"], saved["drawn"])
+    job.say(f"resume    {path}, written by {saved['world']} ranks")
+    job.on_rank_0(lambda: put_aside(path))
+    return saved["step"], saved["drawn"]
 
 
 def put_aside(path):
@@ -1065,119 +921,104 @@ def put_aside(path):
 
 # 8. The loop --------------------------------------------------------------------------------------
 
-class Stop:
-    """SIGTERM or SIGUSR1: stop after this step. The second one stops at once.
+def watch_signals():
+    """An Event, set by SIGTERM or SIGUSR1: stop after this step. The second one stops at once.
 
     Python runs a handler between two of its own instructions: in a step there may be none for
     minutes. But the signal's number goes into a pipe at once, where a thread waits."""
+    asked, (pipe, write) = threading.Event(), os.pipe()
 
-    def __init__(self):
-        self.asked = False
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in {signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)}:  # Windows
-            signal.signal(number, lambda number, frame: None)
-        threading.Thread(target=self.watch, args=(read,), daemon=True).start()
-
-    def watch(self, pipe):
-        while number := os.read(pipe, 1)[0]:
-            if number == signal.SIGINT:
-                continue  # Ctrl-C is Python's own
-            if self.asked:
+    def watch():
+        for number in iter(lambda: os.read(pipe, 1)[0], signal.SIGINT):  # that is Python's own
+            if asked.is_set():
                 os._exit(128 + number)
-            self.asked = True
+            asked.set()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in {signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)}:  # Windows
+        signal.signal(number, lambda number, frame: None)
+    threading.Thread(target=watch, daemon=True).start()
+    return asked
 
 
-class Log:
-    """--log, by rank 0. A resumed run writes on where it left off."""
-
-    def __init__(self, job, path, step):
-        self.path = Path(path).resolve() if path and job.rank == 0 else None
-        job.on_rank_0(lambda: self.rewind(step))
-
-    def rewind(self, step):
-        """Drop what will be done anew, and a last line that a crash has cut off."""
-        if not self.path or not self.path.is_file():  # /dev/stdout is none
-            return
-        old, kept = self.path.read_bytes().splitlines(), []
-        for i, line in enumerate(old):
-            try:
-                record = json.loads(line)
-                if record["step"] + ("validation_loss" in record) <= step:
-                    kept.append(line)
-            except (ValueError, TypeError, KeyError):
-                torn = b'{"step": '.startswith(line.strip(b"\0")[:9])
-                if i < len(old) - 1 or not torn:
-                    raise BadInput(f"--log {self.path}, line {i + 1}, is no step of a run: give "
-                                   "another file")
-        new = self.path.with_name(f"{self.path.name}.new")
-        new.write_bytes(b"".join(line + b"\n" for line in kept))
-        os.replace(new, self.path)
-
-    def __call__(self, **record):
-        if self.path:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(record) + "\n")
+def rewind_log(path, step):
+    """Drop what will be done anew, and a last line that a crash has cut off."""
+    if not path.is_file():  # /dev/stdout is none
+        return
+    old, kept = path.read_bytes().splitlines(), []
+    for i, line in enumerate(old, 1):
+        record = re.fullmatch(rb'{"step": (\d+), ("validation_loss")?.*}', line)
+        torn = i == len(old) and b'{"step": '.startswith(line.strip(b"\0")[:9])
+        refuse(not (record or torn), f"--log {path}, line {i}, is no step: give another file")
+        if record and int(record[1]) + bool(record[2]) <= step:
+            kept.append(line)
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(b"".join(line + b"\n" for line in kept))
+    os.replace(new, path)
 
 
-def run_steps(job, settings, model, optimizer, data, run):
-    """Train from run.step to --steps -> whether it came so far: a signal ends it after any step."""
-    s, first, began = settings, run.step, time.perf_counter()
-    plan, tokens = extra("plan"), s.grad_accum * job.dp * s.ctx
+def report(job, path, line, record):
+    """Print a line, and append a record to --log."""
+    def append():
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+    job.say(line)
+    if path:
+        job.on_rank_0(append, f"--log {path}: ")
+
+
+def report_step(job, settings, record):
+    """report() of a step, with its speed and memory."""
+    seconds, tokens = record["seconds"], settings.grad_accum * job.dp * settings.ctx
+    record["tokens_per_second"] = tokens / seconds
+    line = (f"step {record['step']:5d} | loss {record['loss']:.4f} | lr {record['lr']:.2e} | "
+            f"norm {record['norm']:.3f} | {tokens / seconds:,.0f} tokens/s | {seconds:.2f} s")
+    if job.device.type == "cuda" and extra("plan"):
+        line += extra("plan").use_of_gpu(job, settings, record)
+    report(job, settings.log, line, record)
+
+
+def run_steps(job, settings, model, optimizer, data, first, drawn):
+    """Train from step `first` to --steps -> whether it came so far: a signal ends it after any
+    step. drawn: the windows that were trained on before."""
+    s, plan, began = settings, extra("plan"), time.perf_counter()
+    windows = s.grad_accum * job.dp  # a step's
     watch = plan.progress_bar if plan else lambda *_: nullcontext()
-    ahead = run.drawn - first * s.grad_accum * job.dp
-    log, stop = Log(job, s.log, first), Stop() if s.save else None
+    ahead, asked = drawn - first * windows, watch_signals() if s.save else None
+    if s.log:
+        job.on_rank_0(lambda: rewind_log(Path(s.log).resolve(), first))
     for step in range(first, max(first, s.steps) + 1):
         if step >= s.steps or s.eval_every and step % s.eval_every == 0:
-            with watch(job, model, "evaluation", -(-len(data.held_out) // job.dp), s):
+            with watch(job, model, "evaluation", len(data.held_out), s):
                 valid = evaluate(job, model, data, s)
-            job.say(f"step {step:5d} | validation loss {valid:.4f} nats per token{data.compare}")
-            log(step=step, validation_loss=valid)
+            report(job, s.log, f"step {step:5d} | validation loss {valid:.4f} nats per token"
+                   f"{data.compare}", dict(step=step, validation_loss=valid))
         if step >= s.steps:
             break
         begin, lr = time.perf_counter(), learning_rate(s, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         starts = train_starts(job, data.train, s.ctx, s.seed, step, s.grad_accum, ahead)
-        batch, total = read_windows(job, data.train, starts, s.ctx, s.docs)
+        batch, total = read_windows(job, data.train, starts, s)
         inside = s.profile and step == min(first + 1, s.steps - 1)  # the first is not typical
         with (extra("road", "--profile").profiled(job, s.profile) if inside else nullcontext(),
               watch(job, model, f"step {step + 1}", plan and plan.step_passes(s), s)):
             loss, norm = train_step(job, model, optimizer, batch, total, s.recipe, s.grad_clip,
                                     step + 1)
-        run.step, run.drawn = step + 1, run.drawn + len(starts) * job.dp
-        record = dict(step=run.step, loss=loss, lr=lr, norm=norm,
-                      seconds=time.perf_counter() - begin, drawn=run.drawn)
-        log(**report_step(job, s, tokens, record))
-        stopping = stop is not None and job.agree(None, stop.asked) > 0  # any rank was asked
-        due = s.save_every and run.step % s.save_every == 0
-        if s.save and (stopping or due or run.step == s.steps):
-            save_state(job, s, model, optimizer, run, data.mark)
+        done, drawn = step + 1, ahead + (step + 1) * windows
+        report_step(job, s, dict(step=done, loss=loss, lr=lr, norm=norm,
+                                 seconds=time.perf_counter() - begin, drawn=drawn))
+        stopping = asked and job.agree(None, asked.is_set()) > 0  # any rank was
+        due = s.save_every and done % s.save_every == 0
+        if s.save and (stopping or due or done == s.steps):
+            save_state(job, s, model, optimizer, done, drawn, data.mark)
         if stopping:
-            job.say(f"stopped   after step {run.step}: --save {s.save} --resume goes on")
+            job.say(f"stopped   after step {done}: --save {s.save} --resume goes on")
             return False
-    steps = run.step - first
-    job.say(f"done      {steps} steps, {tqdm.format_sizeof(steps * tokens)} tokens in "
-            f"{tqdm.format_interval(time.perf_counter() - began)}, validation loss "
+    job.say(f"done      {step - first} steps, {(step - first) * windows * s.ctx:,} tokens in "
+            f"{timedelta(seconds=round(time.perf_counter() - began))}, validation loss "
             f"{valid:.4f}{data.compare}")
     return True
-
-
-def report_step(job, settings, tokens, record):
-    """Say a step's line -> the record, with speed and memory."""
-    seconds = record["seconds"]
-    record["tokens_per_second"] = tokens / seconds
-    line = (f"step {record['step']:5d} | loss {record['loss']:.4f} | lr {record['lr']:.2e} | "
-            f"norm {record['norm']:.3f} | {tokens / seconds:,.0f} tokens/s | {seconds:.2f} s")
-    if job.device.type == "cuda":
-        mfu = extra("plan") and extra("plan").utilisation(job, settings, seconds)
-        record["peak_bytes"] = torch.cuda.max_memory_allocated()
-        line += f" | MFU {mfu:.1%}" if mfu else ""
-        line += f" | peak {record['peak_bytes'] / GIB:.1f} GiB"
-        torch.cuda.reset_peak_memory_stats()
-    job.say(line)
-    return record
 
 
 def use_model(job, settings, model, data):
@@ -1185,7 +1026,7 @@ def use_model(job, settings, model, data):
     if settings.export:
         extra("hf", "--export").export(job, settings, model)
     if settings.loss_by_position:
-        batch, _ = read_held_out(job, data, settings)
+        batch, _ = read_windows(job, data.valid, data.held_out, settings)
         extra("road", "--loss-by-position").show_by_position(job, model, batch, settings)
     if settings.sample:
         job.say(extra("text", "--sample").sample(job, model, settings))
@@ -1203,13 +1044,12 @@ def main(settings):
             return road.travel(road.road(settings), settings)
         return memory.dry_run(settings)
     # Rank 0 decides for all: ranks that measure for themselves might disagree.
-    fault = memory.too_much(settings) if launched()[0] == 0 and memory else None
+    fault = memory.too_much(settings) if memory and launched()[0] == 0 else None
     job = join(settings)
-    if kernels:
-        settings = settings.at(kernel=kernels.choose_kernel(settings, job))
     if plan:
+        settings = settings.at(kernel=kernels.choose_kernel(settings, job))
         plan.print_plan(settings, job)
-    job.on_rank_0(lambda: refuse(fault, fault))
+    job.agree(fault)
     job.on_rank_0(lambda: make_folders(settings))
     if settings.one_rank_of:
         return road.one_rank(settings, job)
@@ -1218,15 +1058,12 @@ def main(settings):
         return road.travel(rows, settings) if job.rank == 0 else 0
 
     settings = replace(settings, recipe=replace(settings.recipe, group=job.group))
-    unseen = settings.save and not Path(settings.save).is_dir()
-    job.agree(f"--save {settings.save}: rank {job.rank} does not see this folder of rank 0: it "
-              "must be on a disk that all machines share" if unseen else None)
     lock = job.on_rank_0(lambda: claim(settings)) if settings.save else None
     with lock or nullcontext():  # rank 0 holds it until the job or its process ends
         data = find_data(job, settings)
         model, optimizer = build(settings, job)
-        run = load_state(job, settings, model, optimizer, data.mark)
-        if run_steps(job, settings, model, optimizer, data, run):
+        first, drawn = load_state(job, settings, model, optimizer, data.mark)
+        if run_steps(job, settings, model, optimizer, data, first, drawn):
             use_model(job, settings, model, data)
     dist.destroy_process_group()
     return 0
@@ -1241,23 +1078,21 @@ def run(argv=None):
     try:
         settings = make_settings(argv)
         code = main(settings) or 0
-    except BadInput as error:
+    except (BadInput, OSError) as error:
         # Once the ranks have met, all know it, and rank 0 says it. Before, each one may be alone:
         # every rank speaks, those of one machine after their first.
-        met = dist.is_initialized()
+        met = dist.is_initialized() and isinstance(error, BadInput)
         time.sleep((10 if met else 1) * (local_rank > 0 or met and rank > 0))
         if rank == 0 or not met:
             print(f"train.py: {error}", file=sys.stderr)
         code = 2
     except torch.OutOfMemoryError:  # known to this rank; often all ranks meet it together
         time.sleep(2 * (rank > 0))
-        memory = extra("memory")
-        hint = memory.out_of_memory(settings) if memory else "out of GPU memory"
+        hint = extra("memory").out_of_memory(settings) if extra("memory") else "out of GPU memory"
         print(f"train.py: rank {rank}: {hint}", file=sys.stderr)
     except Exception:
         traceback.print_exc()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)
 
 

@@ -2,8 +2,28 @@
 import math
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+
+from extras import GIB
+
+
+class Machine(NamedTuple):
+    card: float  # bytes of a GPU; on a CPU, of a rank's part of the memory
+    host: float  # bytes of a host
+    ranks: int   # of this job that share a host
+
+
+def find_machine(flags, local_rank):
+    """The memory of this machine, or of the one that --dry-run is to think of."""
+    cuda, dry = flags["device"] == "cuda", flags["dry_run"]
+    ranks = min(flags["world"], flags["gpus_per_node"])
+    host = flags["host_mem"] or (2000 if cuda and dry else memory_here() / GIB)
+    card = host / ranks
+    if cuda:
+        card = 80 if dry else torch.cuda.get_device_properties(local_rank).total_memory / GIB
+    return Machine((flags["gpu_mem"] or card) * GIB, host * GIB, ranks)
 
 
 def cgroup_files(kind, name, root="/"):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
+from extras import GIB
 from extras.hf import trained_positions
 from upipe import GPT, stages
 
@@ -15,6 +16,16 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}  
 def parameters(settings):
     with torch.device("meta"):
         return sum(p.numel() for p in GPT(settings.config).parameters())
+
+
+def host_has_room(settings):
+    """Whether x and attention's output of every block can wait on the host, beside what
+    --offload-params puts there: weights, gradients and moments."""
+    s, c = settings, settings.config
+    width = c.n_layers * (c.dim + c.n_heads * c.head_dim)
+    kept = width * getattr(torch, s.dtype).itemsize * s.ctx / s.cp
+    held = 16 * parameters(s) / s.world if s.offload_params else 0
+    return (kept + held) * s.machine.ranks < 0.9 * s.machine.host
 
 
 def forward_flops(settings):
@@ -48,11 +59,15 @@ def peak_flops(device, dtype):
     return card, next(known, None)
 
 
-def utilisation(job, settings, seconds):
-    """The MFU of a training step: what it needs without recomputation, against the peak."""
+def use_of_gpu(job, settings, record):
+    """For the line of a training step: MFU, which is what it needs without recomputation against
+    the card's peak, and the peak of memory, which goes into its record too."""
+    flops = 3 * sum(forward_flops(settings)) * settings.grad_accum * job.dp / job.world
     _, peak = peak_flops(job.device, settings.dtype)
-    flops = 3 * sum(forward_flops(settings)) * settings.grad_accum * job.dp
-    return peak and flops / seconds / job.world / peak
+    mfu = f" | MFU {flops / record['seconds'] / peak:.1%}" if peak else ""
+    record["peak_bytes"] = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return f"{mfu} | peak {record['peak_bytes'] / GIB:.1f} GiB"
 
 
 def step_passes(settings):

@@ -41,13 +41,10 @@ class Recall:
         return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 
-def refuse_early(settings):
-    if settings.config.vocab_size < 256 or settings.ctx < 8:
-        raise BadInput("--task recall needs a vocabulary of 256 and a --ctx of 8")
-
-
 def make_data(settings):
     """(to train on, to validate with, what guessing reaches)."""
+    if settings.config.vocab_size < 256 or settings.ctx < 8:
+        raise BadInput("--task recall needs a vocabulary of 256 and a --ctx of 8")
     train = Recall(settings.seed, settings.ctx, 2**20)
     valid = Recall(settings.seed + 2**32, settings.ctx, settings.eval_windows)
     return train, valid, f" (chance: {Recall.CHANCE:.3f})"

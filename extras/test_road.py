@@ -41,7 +41,7 @@ def test_the_mean_loss_by_position_is_the_validation_loss(texts):
         with redirect_stdout(io.StringIO()):
             data = train.find_data(job, settings)
         model, _ = train.build(settings, job)
-        batch, _ = train.read_held_out(job, data, settings)
+        batch, _ = train.read_windows(job, data.valid, data.held_out, settings)
         ends, means = loss_by_position(job, model, batch, settings, buckets=8)
         loss = train.evaluate(job, model, data, settings)
         assert np.mean(means) == pytest.approx(loss, rel=1e-5)
