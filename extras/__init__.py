@@ -24,6 +24,19 @@ def need(package, flag):
         raise BadInput(f"{flag} needs {package}: pip install {package}")
 
 
+def read_json(path):
+    """The object in a file, {} if there is none. BadInput for all else."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: {error}")
+    if not isinstance(found, dict):
+        raise BadInput(f"{path} must hold a JSON object, not a {type(found).__name__}")
+    return found
+
+
 def write_json(path, figures):
     if path:
         Path(path).write_text(json.dumps(figures, indent=1))
