@@ -22,43 +22,36 @@ PACKAGES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface", "flash-attn
 def torch_kernel(impl):
     """torch's own flash kernel, or FlashAttention 3 or 4 ("FA3", "FA4"), which torch lets take its
     place behind the same two operators."""
-    def select():
-        if attention.current_flash_attention_impl() != impl:
-            attention.activate_flash_attention_impl(impl) if impl else (
-                attention.restore_flash_attention_impl())
-
-    def forward(*args):
-        select()
-        return upipe.torch_forward(*args)
-
-    def backward(*args):
-        select()
-        return upipe.torch_backward(*args)
-    return Kernel(forward, backward)
+    def selecting(function):
+        def call(*args):
+            active = attention.current_flash_attention_impl()
+            if impl and active != impl:
+                attention.activate_flash_attention_impl(impl)
+            elif active and not impl:
+                attention.restore_flash_attention_impl()
+            return function(*args)
+        return call
+    return Kernel(selecting(upipe.torch_forward), selecting(upipe.torch_backward))
 
 
-FORM = dict(dropout_p=0.0, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
-            alibi_slopes=None)
-
-
-def documents(q, mask):
-    """What flash-attn calls cu_seqlens and max_seqlen, of queries and of keys."""
+def flash_attn(way, q, mask, *tensors, **more):
+    """A pass of the package flash-attn, for which even one document has edges."""
+    import flash_attn.flash_attn_interface as fa
     one = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
     edges = one if mask.edges is None else mask.edges
-    return edges, edges, len(q), len(q)
+    return getattr(fa, f"_flash_attn_varlen_{way}")(
+        *tensors, edges, edges, len(q), len(q), dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5,
+        causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        **more)
 
 
 def flash_attn_forward(q, k, v, mask):
-    import flash_attn.flash_attn_interface as fa
-    return fa._flash_attn_varlen_forward(q, k, v, *documents(q, mask), return_softmax=False,
-                                         softmax_scale=q.shape[-1] ** -0.5, **FORM)[:2]
+    return flash_attn("forward", q, mask, q, k, v, return_softmax=False)[:2]
 
 
 def flash_attn_backward(do, q, k, v, o, lse, mask):
-    import flash_attn.flash_attn_interface as fa
     grads = [torch.empty_like(x) for x in (q, k, v)]
-    fa._flash_attn_varlen_backward(do, q, k, v, o, lse, *grads, *documents(q, mask),
-                                   softmax_scale=q.shape[-1] ** -0.5, deterministic=False, **FORM)
+    flash_attn("backward", q, mask, do, q, k, v, o, lse, *grads, deterministic=False)
     return grads
 
 

@@ -362,12 +362,11 @@ def too_slow(settings):
               f"or more, {settings.steps} steps {said(settings.steps * now)}", flush=True)
     if now <= 600:
         return None
-    shorter = settings.at(ctx=2 ** (settings.ctx.bit_length() - 1))
-    while seconds(shorter) > 10 and shorter.ctx > 256:
-        shorter = shorter.at(ctx=shorter.ctx // 2)
-    hope = f"--ctx {shorter.length} ({said(seconds(shorter))} a step)"
-    return (f"a step at --ctx {settings.length} takes {said(now)} or more on this CPU: run "
-            f"{hope if seconds(shorter) <= 10 else '--model tiny'}, take GPUs or --force")
+    shorter = (settings.at(ctx=2**n) for n in range(settings.ctx.bit_length() - 1, 7, -1))
+    hope = next((f"--ctx {here.length} ({said(seconds(here))} a step)" for here in shorter
+                 if seconds(here) <= 10), "--model tiny")
+    return (f"a step at --ctx {settings.length} takes {said(now)} or more on this CPU: run {hope}, "
+            "take GPUs or --force")
 
 
 def too_large(settings):
@@ -395,10 +394,6 @@ def switches(settings):
     return {name: value for name, value in vars(settings.recipe).items() if name != "group"}
 
 
-def said(switches):
-    return ", ".join(f"{name} {value}" for name, value in switches.items())
-
-
 def out_of_memory(settings):
     """The line for a GPU that is full: the recipe, and the next switch to turn."""
     recipe = settings.recipe
@@ -407,8 +402,8 @@ def out_of_memory(settings):
              ("--heads-per-stage 0", recipe.heads_per_stage),
              ("--tile 2048", not recipe.tile or recipe.tile > 2048))
     turn = next((flag for flag, helps in turns if helps), "more GPUs, or a shorter --ctx")
-    return (f"out of GPU memory at --ctx {settings.length} with {said(switches(settings))}: try "
-            f"{turn}")
+    on = ", ".join(f"{name} {value}" for name, value in switches(settings).items())
+    return f"out of GPU memory at --ctx {settings.length} with {on}: try {turn}"
 
 
 def longest_context(settings):
@@ -444,7 +439,8 @@ def dry_run(settings):
     else:
         report = plan_memory(settings, settings.full)
     (share, text), recipe = verdict(settings, report), switches(settings)
-    print(f"recipe    {said(recipe)}\n{text}\npeak      {report.where}")
+    print("recipe    " + ", ".join(f"{name} {value}" for name, value in recipe.items())
+          + f"\n{text}\npeak      {report.where}")
     for kind, size in sorted(report.kinds.items(), key=lambda item: -item[1]):
         if size > report.device / 1000:
             print(f"          {size / GIB:8.2f} GiB  {kind}")

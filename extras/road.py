@@ -13,8 +13,7 @@ from tqdm import tqdm
 import upipe
 from extras import GIB, draw, write_json
 from extras.kernels import synchronize
-from extras.memory import (
-    Report, metered_step, plan_memory, prepare, report_of, verdict)
+from extras.memory import Report, metered_step, plan_memory, prepare, report_of, verdict
 from extras.plan import backward_passes, forward_flops, peak_flops
 from upipe import IGNORE
 
@@ -39,8 +38,7 @@ def road(settings, job=None):
             rows.append((name, seen, True, seen and row.dp * here.ctx / times["seconds"]))
         else:
             report = plan_memory(replace(here, world=1) if whole else here, here.full)
-            fits = verdict(here, report)[0] <= 1
-            rows.append((name, report, fits, None))
+            rows.append((name, report, verdict(here, report)[0] <= 1, None))
     return rows
 
 
