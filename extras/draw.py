@@ -118,7 +118,7 @@ class Watch(memory.Meter):
     phase = 0
 
     def note(self):
-        names = {code.co_name for code in memory.at_work()}
+        names = {name.rpartition(".")[2] for name in memory.at_work()}
         if names & {"lean_forward", "backward"}:
             self.phase = max(self.phase, *(i * (name in names) for i, name in enumerate(PHASES)))
             width = 20 if names & {"flash_forward", "flash_backward"} else 1
@@ -230,8 +230,9 @@ def plot_step(axes, history):
     layers = {kind: [kinds.get(kind, 0) for kinds in history] for kind in order[:13]}
     layers["other"] = [sum(kinds.get(kind, 0) for kind in order[13:]) for kinds in history]
     named = dict.fromkeys((*memory.BETWEEN_STEPS, *memory.KINDS.values(), *sorted(most)))
-    colors = colormaps["tab20"].colors  # dark and light by turns; two pictures name a kind alike
-    palette = dict(zip(named, colors[::2] + colors[1::2]))
+    colors = [*colormaps["tab20"].colors]  # dark and light by turns
+    del colors[14:16]                      # gray is for the others
+    palette = dict(zip(named, colors[::2] + colors[1::2]))  # the same for a kind in all pictures
     axes.stackplot(range(len(history)), layers.values(), labels=layers, step="post",
                    colors=[palette.get(kind, "lightgray") for kind in layers])
     axes.axvline(head, color="black", linewidth=1)

@@ -61,7 +61,7 @@ class Meter(TorchDispatchMode):
         self.on_host = {"parked", *(BETWEEN_STEPS if offload_params else ())}
         self.live = {}                 # storage -> (bytes, kind)
         self.kinds = defaultdict(int)  # kind -> bytes
-        self.peaks = {}                # part of the step -> (device bytes, kinds, at_work())
+        self.peaks = {}                # part of the step -> (device bytes, kinds, where exactly)
         self.timeline = []             # (device bytes, kinds), from time to time
         self.host, self.part, self.last = 0, "forward", len(model.layers) - 1
 
@@ -125,18 +125,13 @@ class Meter(TorchDispatchMode):
         kinds = self.kinds if kinds is None else kinds
         return sum(kinds.values()) - sum(kinds.get(kind, 0) for kind in self.on_host)
 
-    def where(self, part):
-        """A part of the step, and the functions of upipe.py where it peaks."""
-        names = [getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
-                 for code in self.peaks[part][2]]
-        return f"{part}: {', '.join(name for name in names if '<' not in name) or 'in autograd'}"
-
     def note(self):
         """Keep what there is now, if it is a peak or differs from what was kept last."""
         now = self.device_bytes()
         self.host = max(self.host, self.kinds["parked"])
         if now > self.peaks.get(self.part, (0,))[0]:
-            self.peaks[self.part] = now, dict(self.kinds), at_work()
+            self.peaks[self.part] = now, dict(self.kinds), (
+                f"{self.part}: {', '.join(at_work()) or 'in autograd'}")
         if not self.timeline or abs(now - self.timeline[-1][0]) > now / 50:
             self.timeline.append((now, dict(self.kinds)))
 
@@ -176,9 +171,11 @@ def kind_of(dims):
 
 
 def at_work():
-    """The functions of upipe.py that are at work, outermost first, as code objects."""
+    """Names of the functions of upipe.py that are at work, outermost first."""
     codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
-    return [code for code in reversed(codes) if code.co_filename == upipe.__file__]
+    names = [getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
+             for code in reversed(codes) if code.co_filename == upipe.__file__]
+    return [name for name in names if "<" not in name]
 
 
 def simulated_kernel():
@@ -240,10 +237,9 @@ def pretend(world):
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
 
-def simulate(settings, kernel=None, pages=abridged):
-    """metered_step of rank 0 of settings.world, without memory and without the other ranks.
-    kernel: a name in KERNELS; by default the simulated one."""
-    kernel = upipe.KERNELS[kernel] if kernel else simulated_kernel()
+def simulate(settings, pages=abridged):
+    """metered_step of rank 0 of settings.world, without memory and without the other ranks."""
+    kernel = upipe.KERNELS["cpu"] if settings.device == "cpu" else simulated_kernel()
     kernel = kernel._replace(limit=math.inf)  # the verdict names it
     pretend(settings.world)
     try:
@@ -268,9 +264,8 @@ class Report:
 
 def report_of(meter):
     """The Report of one metered step, as it is."""
-    part = max(meter.peaks, key=lambda part: meter.peaks[part][0])
-    device, kinds, _ = meter.peaks[part]
-    return Report(device, meter.host, meter.where(part), kinds, meter.timeline)
+    device, kinds, where = max(meter.peaks.values(), key=lambda peak: peak[0])
+    return Report(device, meter.host, where, kinds, meter.timeline)
 
 
 def plan_memory(settings, full=False):
@@ -285,8 +280,7 @@ def plan_memory(settings, full=False):
     more = 0 if full else max(0, (L - few) // k - 1)  # segments that the longer model lacks
 
     def of_layers(n):
-        return simulate(replace(settings, config=replace(config, n_layers=n)),
-                        "cpu" if settings.device == "cpu" else None)
+        return simulate(replace(settings, config=replace(config, n_layers=n)))
     longer = of_layers(L - more * k)
     short = of_layers(few) if more else longer
 
@@ -309,7 +303,7 @@ def plan_memory(settings, full=False):
         blocks = parameters(settings) - ends * (1 if config.tie_embeddings else 2)
         kinds["weights in transit"] = 2 * (4 * max(ends, blocks // L) // settings.world)
         device += kinds["weights in transit"]
-    return Report(device, host, longer.where(part), kinds, longer.timeline)
+    return Report(device, host, longer.peaks[part][2], kinds, longer.timeline)
 
 
 def usable(settings):
