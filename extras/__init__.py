@@ -3,7 +3,9 @@
 Arrows go one way: train.py imports a module of this folder when a flag asks for it, and these
 import upipe. What they need of the job is handed to them: `settings`, a train.Settings, which can
 also make a model, and `job`, a train.Job."""
+import json
 from importlib.util import find_spec
+from pathlib import Path
 
 from upipe import BadInput
 
@@ -20,3 +22,21 @@ def installed(package):
 def need(package, flag):
     if not installed(package):
         raise BadInput(f"{flag} needs {package}: pip install {package}")
+
+
+def read_json(path):
+    """The object in a file, {} if there is none. BadInput for all else."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: {error}")
+    if not isinstance(found, dict):
+        raise BadInput(f"{path} must hold a JSON object, not a {type(found).__name__}")
+    return found
+
+
+def write_json(path, figures):
+    if path:
+        Path(path).write_text(json.dumps(figures, indent=1))

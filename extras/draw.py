@@ -1,10 +1,11 @@
-"""Two pictures of the lesson, drawn from the code itself: python -m extras.draw
+"""Pictures. Two of the lesson are drawn from the code itself: python -m extras.draw
 
 docs/stages.png: who holds which heads of which tokens, by upipe.stages. docs/block.png: what lives
 while one block runs forward and backward, by the dry run's meter."""
-import sys
+import math
 from dataclasses import replace
 from itertools import accumulate
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,32 +17,36 @@ from extras import GIB, memory
 
 RED, INK = "#D55E00", dict(ha="center", va="center")
 TOKENS = "#8CCBF2", "#F7C65B"  # of rank 0, of rank 1; all colours as Okabe and Ito advise
-LAYERS = {  # of docs/block.png, from below: name, colour, kinds of the meter
-    "x": ("#56B4E9", "x"), "o": ("#E69F00", "attention output"),
-    "y": ("#A6D8F7", "residual stream"), "dh": ("#37B88F", "residual gradient"),
-    "dk, dv": ("#F0E442", "dk and dv"),
-    "stage buffers": ("#CC79A7", "stage buffers", "kernel outputs", "kernel workspace"),
-    "a tile": ("#888888", "activations", "weight gradients", "gradients in autograd")}
-PHASES = {  # by the function of upipe.py that begins it: title, where it is drawn
-    "attention_forward": ("attention", 0, 3), "add_attention": ("MLP", 3, 4.3),
-    "backward": ("(a) MLP", 4.6, 6.6), "attention_backward": ("(b) attention", 6.6, 12),
-    "project_backward": ("(c) q, k, v", 12, 14)}
-KERNEL = 20  # how much wider than another event one in the attention kernel is drawn: it is slow
+LAYERS = {  # of docs/block.png, from below: colour -> kinds of the meter
+    "#56B4E9": ["x"], "#E69F00": ["attention output"], "#A6D8F7": ["residual stream"],
+    "#37B88F": ["residual gradient"], "#F0E442": ["dk and dv"],
+    "#CC79A7": ["stage buffers", "kernel outputs", "kernel workspace"],
+    "#888888": ["activations", "weight gradients", "gradients in autograd"]}
+PHASES = {  # by the function of upipe.py that begins it: title, where it is drawn, what is where
+    "attention_forward": ("attention", 0, 3, {"x": 0.5, "o": 1.5, "stage buffers": 2.16}),
+    "add_attention": ("MLP", 3, 4.3, {"y": 2.5}),
+    "backward": ("(a) MLP", 4.6, 6.6, {"o": 1.5, "dy to dh": 2.5}),
+    "attention_backward": ("(b) attention", 6.6, 12, {
+        "x": 0.5, "dq writes over o": 1.5, "dh": 2.5, "dk, dv": 3.26, "stage buffers": 5.2}),
+    "project_backward": ("(c) q, k, v", 12, 14, {"dq": 1.5, "dh to dx": 2.5, "tiles": 5.45})}
+
+
+def sheet(width, height, columns=1, size=21):
+    """(figure, its axes side by side). 12 wide and of this size, letters can be read on a phone."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    matplotlib.rc("font", size=size)
+    figure = Figure((width, height), layout="constrained")
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
 def save(figure, path):
-    figure.savefig(path, dpi=100)
+    figure.savefig(path)
     from PIL import Image  # matplotlib needs it, too
     Image.open(path).quantize(128).save(path, optimize=True)
 
 
-def canvas(height):
-    """(figure, axes): 1200 pixels wide, with letters that can be read on a phone."""
-    import matplotlib
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-    pyplot.rc("font", size=21)
-    return pyplot.subplots(figsize=(12, height), layout="constrained")
+# docs/stages.png
 
 
 def held(H, K, C, U):
@@ -51,30 +56,50 @@ def held(H, K, C, U):
             for kv, queries in upipe.stages(H, K, C, U) for stage in queries]
 
 
+def cells(axes, x, y, width, labels, *colors):
+    """Draw a column of cells from y upwards. Each is of all colors, side by side; one of them may
+    be a list, with a color for each cell. Returns the y of its end."""
+    bottoms, part = [y + i for i in range(len(labels))], width / len(colors)
+    for i, color in enumerate(colors):
+        axes.bar(x + part * i, [1] * len(labels), part, bottoms, align="edge", color=color)
+    edges = axes.bar(x, [1] * len(labels), width, bottoms, align="edge", color="none",
+                     edgecolor="black")
+    axes.bar_label(edges, labels, label_type="center", size=18)
+    return y + len(labels)
+
+
 def draw_stages(path, H=8, K=2, C=2):
-    """Ulysses (U = H) and UPipe (U = C). Area is memory; the buffer to send is left out."""
-    figure, axes = canvas(13)
-    height, notes = 1.9 * H, ("The next stage writes over\nthe same q and out.",
-                              "k and v stay while they are\nread. o fills up.")
+    """Ulysses (U = H) and UPipe (U = C). Area is memory; the buffer to send is left out. Above o
+    [s, H, d] of a rank's own tokens are k, v, q and the kernel's output, each [S, n, d]."""
+    figure, (axes,) = sheet(12, 13)
+    rows, height = H // C, 1.9 * H  # of one rank
     for U, name, left in (H, "Ulysses", 0), (C, "UPipe: head by head", 1.4):
         axes.text(left, C * height + 1, name, size=28, weight="bold")
         done = set()
         for stage, ranks in enumerate(held(H, K, C, U)):
             x = left + 1.16 * stage
+            axes.text(x + 0.5, C * height, f"stage {stage}" if U < H else "one stage", **INK)
             done.update(head for _, queries in ranks for head in queries)
             for r, (kv, queries) in enumerate(ranks):
-                top = draw_rank(axes, x, (C - 1 - r) * height, r, kv, queries, (C, H // C), done)
+                y = (C - 1 - r) * height
+                for c in range(C):
+                    heads = range((c + 1) * rows - 1, c * rows - 1, -1)
+                    colors = [TOKENS[r] if head in done else "white" for head in heads]
+                    cells(axes, x + c / C, y, 1 / C, heads, colors)
+                labels = [f"{role} {head}" for role, heads in (
+                    ("k", kv), ("v", kv), ("q", queries), ("out", queries)) for head in heads]
+                top = cells(axes, x, y + rows + 0.3, 1, labels, *TOKENS)
                 if stage:
                     axes.annotate("", (x + 0.4, top), (x - 0.56, top), arrowprops=dict(
                         arrowstyle="-|>", connectionstyle="arc3,rad=-0.5", linewidth=3, color=RED,
                         mutation_scale=25))
-            axes.text(x + 0.5, C * height, f"stage {stage}" if U < H else "one stage", **INK)
-    for r in range(C):
-        y = (C - 1 - r) * height + H / C
+    for r, note in enumerate(("The next stage writes over\nthe same q and out.",
+                              "k and v stay while they are\nread. o fills up.")):
+        y = (C - 1 - r) * height + rows
         axes.text(-0.2, y + 5.3, f"rank {r}", rotation=90, size=26, weight="bold", **INK,
                   bbox=dict(facecolor=TOKENS[r], edgecolor="none"))
-        axes.text(-0.2, y - H / C / 2, "o: own\ntokens", rotation=90, size=19, **INK)
-        axes.text(1.5, y + 7.5, notes[r], color=RED, va="center", linespacing=1.3)
+        axes.text(-0.2, y - rows / 2, "o: own\ntokens", rotation=90, size=19, **INK)
+        axes.text(1.5, y + 7.5, note, color=RED, va="center", linespacing=1.3)
     axes.set(xlim=(-0.4, 5.95), ylim=(-0.3, C * height + 1.8))
     axes.axis("off")
     figure.suptitle("Attention needs all tokens, but not all heads at once", size=31)
@@ -84,40 +109,19 @@ def draw_stages(path, H=8, K=2, C=2):
     save(figure, path)
 
 
-def draw_rank(axes, x, y, r, kv, queries, shape, done):
-    """What rank r holds in a stage: o [s, H, d] of its own tokens, with heads `done` filled in, and
-    above it k, v, q and the kernel's output, [S, n, d]. Returns where it ends."""
-    def cell(x, y, width, colors, text):
-        for i, color in enumerate(colors):
-            axes.bar(x + width * i / len(colors), 1, width / len(colors), y, align="edge",
-                     color=color)
-        axes.bar(x, 1, width, y, align="edge", color="none", edgecolor="black")
-        axes.text(x + width / 2, y + 0.46, text, size=18, **INK)
-    C, rows = shape
-    for head in range(C * rows):
-        color = TOKENS[r] if head in done else "white"
-        cell(x + head // rows / C, y + rows - 1 - head % rows, 1 / C, [color], head)
-    y += rows + 0.3
-    for role, heads in ("k", kv), ("v", kv), ("q", queries), ("out", queries):
-        for head in heads:
-            cell(x, y, 1, TOKENS, f"{role} {head}")
-            y += 1
-    return y
+# docs/block.png
 
 
 class Watch(memory.Meter):
-    """A meter that notes every change in a block: (index of the phase, width, bytes by kind)."""
+    """A meter that notes every change in a block: (index of the phase, width, bytes by kind). An
+    event in the attention kernel is drawn 20 times as wide as another: it is slow."""
     phase = 0
 
     def note(self):
-        names, frame = set(), sys._getframe(1)
-        while frame:
-            if frame.f_code.co_filename == upipe.__file__:
-                names.add(frame.f_code.co_name)
-            frame = frame.f_back
+        names = {name.rpartition(".")[2] for name in memory.at_work()}
         if names & {"lean_forward", "backward"}:
             self.phase = max(self.phase, *(i * (name in names) for i, name in enumerate(PHASES)))
-            width = KERNEL if names & {"flash_forward", "flash_backward"} else 1
+            width = 20 if names & {"flash_forward", "flash_backward"} else 1
             self.timeline.append((self.phase, width, dict(self.kinds)))
 
     def gone(self, key):
@@ -130,22 +134,20 @@ def watch_block(config, ctx, C, **switches):
     stages, two tiles of each walk."""
     recipe = upipe.Recipe("upipe", checkpoint=1, keep_attention=True, tile=4096, kernel="simulated",
                           **switches)
+    spans = upipe.tile_spans
     memory.pretend(C)
-    upipe.KERNELS["simulated"] = memory.simulated_kernel()
-    schedule = upipe.schedule
-    with memory.abridged(), FakeTensorMode(allow_non_fake_inputs=True):
-        upipe.schedule = schedule
+    with (patch.dict(upipe.KERNELS, simulated=memory.simulated_kernel()),
+          patch.object(upipe, "tile_spans", lambda n, tile: spans(n, tile)[:2]),
+          FakeTensorMode(allow_non_fake_inputs=True)):
         torch.set_default_dtype(torch.bfloat16)
         model = upipe.GPT(replace(config, n_layers=1, vocab_size=1))
         torch.set_default_dtype(torch.float32)
         tokens = torch.zeros(ctx // C, dtype=torch.int64)
         with Watch(model) as meter:
-            def run():
-                x = model.embed_tokens(F.embedding, tokens)
-                meter.name([x], "x")
-                return model.layers[0](x, model._start(tokens, recipe, None)).sum()
-            run().backward()
-    del upipe.KERNELS["simulated"]
+            x = model.embed_tokens(F.embedding, tokens)
+            meter.name([x], "x")
+            x = model.layers[0](x, model._start(tokens, recipe, None)).sum()  # x itself may go
+            x.backward()
     dist.destroy_process_group()
     return meter.timeline
 
@@ -153,39 +155,99 @@ def watch_block(config, ctx, C, **switches):
 def curves(timeline, unit):
     """(times, for each of LAYERS its heights in units): time runs evenly through a phase."""
     times = []
-    for i, (_, begin, end) in enumerate(PHASES.values()):
+    for i, (_, begin, end, _) in enumerate(PHASES.values()):
         widths = [0, *(width for phase, width, _ in timeline if phase == i)]
         times += [begin + (end - begin) * at / sum(widths) for at in accumulate(widths[:-1])]
     return times, [[sum(kinds.get(kind, 0) for kind in of) / unit for *_, kinds in timeline]
-                   for _, *of in LAYERS.values()]
+                   for of in LAYERS.values()]
 
 
 def draw_block(path, config=upipe.PRESETS["llama3-8b"], ctx=5 * 2**20, C=8):
     """Memory of one block forward and backward, in units of s x D. Weights are left out."""
     unit = ctx // C * config.dim * 2
-    figure, axes = canvas(10.5)
+    figure, (axes,) = sheet(12, 10.5)
     times, heights = curves(watch_block(config, ctx, C), unit)
-    axes.stackplot(times, heights, step="post", colors=[color for color, *_ in LAYERS.values()])
+    axes.stackplot(times, heights, step="post", colors=LAYERS)
     times, heights = curves(watch_block(config, ctx, C, offload=True, stream=True), unit)
     axes.plot(times, [sum(column) for column in zip(*heights)], "k--", drawstyle="steps-post",
               linewidth=2, label="with offload and stream:\nx, dh wait on the host")
-    for x, y, text in ((2.1, 0.5, "x"), (2.1, 1.5, "o"), (3.65, 2.5, "y"), (9.3, 0.5, "x"),
-                       (5.6, 1.5, "o"), (9.3, 1.5, "dq writes over o"), (13, 1.5, "dq"),
-                       (5.6, 2.5, "dy to dh"), (9.3, 2.5, "dh"), (13, 2.5, "dh to dx"),
-                       (9.3, 3.26, "dk, dv"), (9.3, 5.24, "stage buffers"),
-                       (1.85, 2.4, "stage buffers"), (13, 5.45, "tiles")):
-        axes.text(x, y, text, **INK)
-    for title, begin, end in PHASES.values():
-        axes.text((begin + end) / 2, 7.3, title, **INK)
+    for title, begin, end, labels in PHASES.values():
         axes.axvline(end, color="white", linewidth=3)
+        for text, y in {title: 7.3, **labels}.items():
+            axes.text((begin + end) / 2, y, text, **INK)
     axes.axvspan(4.3, 4.75, color="white", zorder=3)  # other blocks run, and the gradient dy comes
     axes.set(xlim=(0, 14), ylim=(0, 7.6), xticks=[2.15, 9.3], xticklabels=["forward", "backward"],
              ylabel=f"memory, in s D ({unit / GIB:.0f} GiB)")
     axes.legend(loc="upper left", bbox_to_anchor=(0, 0.93), frameon=False)
-    for side in "top", "right":
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle("Three s D tensors; the stages share the rest", size=31)
     save(figure, path)
+
+
+# What a run draws
+
+
+def plot_road(path, rows, settings):
+    """Bars of the road with the card's capacity, and the memory of the last row over one step."""
+    names, reports, fit, _ = zip(*(row for row in rows if row[1]))
+    on_host = {"parked", *(memory.BETWEEN_STEPS if settings.offload_params else ())}
+    history = [{kind: size / GIB for kind, size in kinds.items() if kind not in on_host}
+               for _, kinds in reports[-1].timeline]  # a measured peak on CUDA has none
+    figure, (left, *right) = sheet(17, 6.5, 2 if history else 1, size=13)
+    sizes, most = [report.device / GIB for report in reports], memory.usable(settings) / GIB
+    colors = {True: "tab:green", False: "tab:red"}
+    bars = left.barh(names, sizes, log=True, color=[
+        "tab:orange" if size <= most and not fits else colors[fits]
+        for size, fits in zip(sizes, fit)])
+    left.barh(names[:1], 0, color="tab:orange", label="too much for the host or a kernel call")
+    left.axvline(most, color="black", linestyle="--", label=f"{most:.0f} GiB usable on a card")
+    labels = [f"{size:,.{max(0, 2 - math.floor(math.log10(size)))}f}" for size in sizes]
+    for text in left.bar_label(bars, labels, padding=5):
+        text.set_backgroundcolor("white")  # it may lie on the line
+    left.set(xlabel="GiB per GPU at the peak", xlim=(min(sizes) / 8, max(sizes) * 10),
+             title=f"{settings.model}, {settings.length} tokens, {settings.world} ranks")
+    left.invert_yaxis()
+    left.legend(loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=2, frameon=False)
+    for axes in right:
+        plot_step(axes, history)
+        few = " of a model of fewer layers" if settings.dry_run and not settings.full else ""
+        axes.set_title(f"{names[-1]}, over one step{few}")
+    figure.savefig(path)
+
+
+def plot_step(axes, history):
+    """Memory over a step, stacked: below what stays between steps, above it the rest by size.
+
+    In a long one, most blocks are like their neighbours: of their passes, white gaps are left."""
+    from matplotlib import colormaps
+    head = next(i for i, kinds in enumerate(history) if kinds.get("logits tile"))
+    if len(history) > 300:
+        gap = [{}] * 4
+        history = history[:50] + gap + history[head - 30:head + 70] + gap + history[-80:]
+        head = 84
+    most = {kind: max(kinds.get(kind, 0) for kinds in history) for kind in set().union(*history)}
+    order = sorted(most, key=lambda kind: (kind not in memory.BETWEEN_STEPS, -most[kind]))
+    layers = {kind: [kinds.get(kind, 0) for kinds in history] for kind in order[:13]}
+    layers["other"] = [sum(kinds.get(kind, 0) for kind in order[13:]) for kinds in history]
+    named = dict.fromkeys((*memory.BETWEEN_STEPS, *memory.KINDS.values(), *sorted(most)))
+    colors = [*colormaps["tab20"].colors]  # dark and light by turns
+    del colors[14:16]                      # gray is for the others
+    palette = dict(zip(named, colors[::2] + colors[1::2]))  # the same for a kind in all pictures
+    axes.stackplot(range(len(history)), layers.values(), labels=layers, step="post",
+                   colors=[palette.get(kind, "lightgray") for kind in layers])
+    axes.axvline(head, color="black", linewidth=1)
+    axes.set(ylabel="GiB per GPU", xlim=(0, len(history) - 1),
+             xticks=[head / 2, (head + len(history)) / 2],
+             xticklabels=["forward", "loss and backward"])
+    axes.tick_params(axis="x", length=0)
+    axes.legend(reverse=True, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def plot_by_position(path, ends, losses, title):
+    figure, (axes,) = sheet(7, 4, size=10)
+    axes.plot(ends, losses, drawstyle="steps-pre")
+    axes.set(xlabel="position in the context", ylabel="nats per token", title=title)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 A folder has config.json, and safetensors under the names that upipe.GPT has, with "model." before
 most. A rank reads the rows that are its own, and torch's distributed checkpoint writes by shard:
 no rank ever holds a whole model."""
-import json
 import math
 import re
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from extras import read_json, write_json
 from extras.text import Tokenizer
 from upipe import GPT, BadInput, GPTConfig
 
@@ -34,15 +34,6 @@ COPIED = ("generation_config.json", "*token*.json", "tokenizer.model", "*.tiktok
 def check(ok, message):
     if not ok:
         raise BadInput(message)
-
-
-def read_json(path):
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: {error}")
-    check(isinstance(found, dict), f"{path} must hold a JSON object, not a {type(found).__name__}")
-    return found
 
 
 def number(path, c, key, default=None, kinds=(int,)):
@@ -75,6 +66,7 @@ def read_rope(path, c):
 def read_config(folder):
     """config.json -> GPTConfig. BadInput, by name, for what upipe.GPT does not compute."""
     path = Path(folder) / "config.json"
+    check(path.exists(), f"{path} is missing")
     c = {key: value for key, value in read_json(path).items() if value is not None}
     names, kind = c.get("architectures"), c.get("model_type")
     name = next((name for name in QK_NORM if names == [name]), None)
@@ -135,7 +127,7 @@ def find_tensors(folder):
     """{tensor: (file, shape, dtype)}, of the files that the index names. Others may lie there, of
     an older or another model. Without an index all files count, and no tensor may be in two."""
     index, found = folder / "model.safetensors.index.json", {}
-    listed = read_json(index).get("weight_map") if index.exists() else {}
+    listed = read_json(index).get("weight_map", {} if not index.exists() else None)
     check(isinstance(listed, dict) and all(isinstance(file, str) for file in listed.values()),
           f"{index}: weight_map must name the file of each tensor")
     files = {*listed.values()} or {path.name for path in folder.glob("*.safetensors")}
@@ -235,7 +227,7 @@ def export(job, settings, model):
 
     def publish():
         shutil.rmtree(part / "sharded", ignore_errors=True)
-        (part / "config.json").write_text(json.dumps(make_config(settings), indent=2))
+        write_json(part / "config.json", make_config(settings))
         for pattern in COPIED if settings.init else ():
             for path in Path(settings.init).glob(pattern):
                 copy = part / path.relative_to(settings.init)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import upipe
 from extras import installed
-from upipe import Kernel, aten, aten_kernel
+from upipe import BadInput, Kernel, aten, aten_kernel
 
 PACKAGES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface", "flash-attn": "flash_attn"}
 
@@ -22,44 +22,36 @@ PACKAGES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface", "flash-attn
 def torch_kernel(impl):
     """torch's own flash kernel, or FlashAttention 3 or 4 ("FA3", "FA4"), which torch lets take its
     place behind the same two operators."""
-    def select():
-        if attention.current_flash_attention_impl() != impl:
-            attention.activate_flash_attention_impl(impl) if impl else (
-                attention.restore_flash_attention_impl())
+    def selecting(function):
+        def call(*args):
+            active = attention.current_flash_attention_impl()
+            if impl and active != impl:
+                attention.activate_flash_attention_impl(impl)
+            elif active and not impl:
+                attention.restore_flash_attention_impl()
+            return function(*args)
+        return call
+    return Kernel(selecting(upipe.torch_forward), selecting(upipe.torch_backward))
 
-    def forward(*args):
-        select()
-        return upipe.torch_forward(*args)
 
-    def backward(*args):
-        select()
-        return upipe.torch_backward(*args)
-    return Kernel(forward, backward)
+def flash_attn(way, q, mask, *tensors, **more):
+    """A pass of the package flash-attn, for which even one document has edges."""
+    import flash_attn.flash_attn_interface as fa
+    one = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+    edges = one if mask.edges is None else mask.edges
+    return getattr(fa, f"_flash_attn_varlen_{way}")(
+        *tensors, edges, edges, len(q), len(q), dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5,
+        causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        **more)
 
 
 def flash_attn_forward(q, k, v, mask):
-    import flash_attn.flash_attn_interface as fa
-    edges = mask.edges
-    form = dict(dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True)
-    if edges is not None:
-        return fa._flash_attn_varlen_forward(q, k, v, edges, edges, len(q), len(q), **form)[:2]
-    o, lse, *_ = fa._flash_attn_forward(q[None], k[None], v[None], window_size_left=-1,
-                                        window_size_right=-1, softcap=0.0, alibi_slopes=None,
-                                        return_softmax=False, **form)
-    return o[0], lse[0]
+    return flash_attn("forward", q, mask, q, k, v, return_softmax=False)[:2]
 
 
 def flash_attn_backward(do, q, k, v, o, lse, mask):
-    import flash_attn.flash_attn_interface as fa
-    edges = mask.edges
-    form = dict(dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=True, window_size_left=-1,
-                window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False)
     grads = [torch.empty_like(x) for x in (q, k, v)]
-    if edges is not None:
-        fa._flash_attn_varlen_backward(do, q, k, v, o, lse, *grads, edges, edges, len(q), len(q),
-                                       **form)
-    else:
-        fa._flash_attn_backward(*(x[None] for x in (do, q, k, v, o, lse, *grads)), **form)
+    flash_attn("backward", q, mask, do, q, k, v, o, lse, *grads, deterministic=False)
     return grads
 
 
@@ -113,14 +105,13 @@ def kernel_error(name, u, n, d, dtype, device, documents=False, S=200):
         grads = upipe.flash_backward(do, q, k, v, o, lse, name, mask)
     except Exception as error:  # whatever a kernel throws at what it cannot do
         return str(error).split("\n")[0]
-    inputs = [x.double().cpu().requires_grad_() for x in (q, k, v)]
-    q, k, v = inputs[0], *(x.repeat_interleave(u // n, dim=1) for x in inputs[1:])
-    scores = torch.einsum("ihd,jhd->hij", q, k) / d**0.5
-    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+    seen = torch.ones(S, S, dtype=torch.bool).tril()
     if documents:
-        hidden[S // 3:, :S // 3] = True
-    scores = scores.masked_fill(hidden, -math.inf)
-    right = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
+        seen[S // 3:, :S // 3] = False
+    inputs = [x.double().cpu().requires_grad_() for x in (q, k, v)]
+    with attention.sdpa_kernel(attention.SDPBackend.MATH):
+        right = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in inputs),
+                                               attn_mask=seen, enable_gqa=True).transpose(0, 1)
     rights = right, *torch.autograd.grad(right, inputs, do.double().cpu())
     # Rounding of inputs and outputs, and of products within the kernel: bfloat16's in bfloat16, and
     # on tensor cores float32's in three of 11 bits.
@@ -136,29 +127,32 @@ def choose_kernel(settings, job):
 
     Rank 0 decides. Raises BadInput if the kernel asked for cannot be used."""
     config, recipe = settings.config, settings.recipe
-    auto = recipe.kernel == "auto"
     # cuDNN prepares itself for each length anew, and there is one that it does not take: 1.
     own = ["torch"] if settings.sample or settings.docs is not None else ["cudnn", "torch"]
-    names = [recipe.kernel] if not auto else ["cpu"] if job.device.type == "cpu" else (
-        [name for name, package in PACKAGES.items() if installed(package)] + own
-        if settings.dtype == "bfloat16" else ["efficient"])
+    names = [recipe.kernel]
+    if recipe.kernel == "auto":
+        here = [name for name, package in PACKAGES.items() if installed(package)] + own
+        on_gpu = here if settings.dtype == "bfloat16" else ["efficient"]
+        names = ["cpu"] if job.device.type == "cpu" else on_gpu
     queries, kvs = upipe.stages(config.n_heads, config.n_kv_heads, job.cp,
                                 recipe.stage_heads(config, job.cp))[0][::-1]
     sizes = (queries[0].stop, kvs.stop, config.head_dim, getattr(torch, settings.dtype),
              job.device)
-    fault, best = None, [None]
-    if job.rank == 0:
-        documents = [False] + [True] * (settings.docs is not None)
-        errors = {name: next(filter(None, (kernel_error(name, *sizes, how) for how in documents)),
-                             None) for name in names}
-        for name, error in errors.items():
-            if error and auto and name in PACKAGES:
+
+    def choose():
+        right = []
+        for name in names:
+            errors = [kernel_error(name, *sizes, documents)
+                      for documents in {False, settings.docs is not None}]
+            error = next(filter(None, errors), None)
+            if not error:
+                right.append(name)
+            elif name in PACKAGES and len(names) > 1:
                 job.say(f"notice    kernel {name} is not used: {error}")
-        right = [name for name in names if errors[name] is None]
-        best = [min(right, key=lambda name: kernel_seconds(name, *sizes)) if len(right) > 1
-                else right[0] if right else None]
-        fault = None if right else f"kernel {names[-1]} cannot be used here: {errors[names[-1]]}"
-    job.agree(fault)
+        if not right:
+            raise BadInput(f"kernel {names[-1]} cannot be used here: {error}")
+        return min(right, key=lambda name: kernel_seconds(name, *sizes)) if right[1:] else right[0]
+    best = [job.on_rank_0(choose)]
     dist.broadcast_object_list(best, src=0)
     return best[0]
 

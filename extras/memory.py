@@ -3,17 +3,18 @@
 The same model, recipe, sharding, optimizer and step, with tensors that have shapes but no memory
 (FakeTensorMode) and ranks that are not there (the "fake" process group). A meter sees every tensor
 come and go. There is no second model of the memory: change upipe.py, and the numbers change."""
-import json
 import math
 import re
 import sys
 import time
+import timeit
+import traceback
 import weakref
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import upipe
-from extras import GIB
+from extras import GIB, write_json
 from extras.plan import parameters, step_flops
 
 RESERVED = 3 * GIB  # of a card: CUDA's context, NCCL's buffers, what fragmentation wastes
@@ -56,7 +57,8 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, model, offload_params=False):
         super().__init__()
-        self.model, self.offload_params = model, offload_params
+        self.model = model
+        self.on_host = {"parked", *(BETWEEN_STEPS if offload_params else ())}
         self.live = {}                 # storage -> (bytes, kind)
         self.kinds = defaultdict(int)  # kind -> bytes
         self.peaks = {}                # part of the step -> (device bytes, kinds, where exactly)
@@ -64,18 +66,19 @@ class Meter(TorchDispatchMode):
         self.host, self.part, self.last = 0, "forward", len(model.layers) - 1
 
     def __enter__(self):
-        self.resize = torch.UntypedStorage.resize_
+        resize = torch.UntypedStorage.resize_
 
         def resize_(storage, size):  # how FSDP and upipe free memory that is still referred to
-            self.resize(storage, size)
-            self.see(storage)
+            resize(storage, size)
+            self.count(storage)
             return storage
-        torch.UntypedStorage.resize_ = resize_
-        self.silent, self.model.progress = self.model.progress, self.progress
+        self.patches = ExitStack()
+        self.patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
+        self.patches.enter_context(patch.object(self.model, "progress", self.progress))
         return super().__enter__()
 
     def __exit__(self, *error):
-        torch.UntypedStorage.resize_, self.model.progress = self.resize, self.silent
+        self.patches.close()
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -85,17 +88,20 @@ class Meter(TorchDispatchMode):
         out = run(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
-                self.see(x.untyped_storage(), x.dim())
+                self.count(x.untyped_storage(), dims=x.dim())
         return out
 
-    def see(self, storage, dims=1):
-        old, kind = self.live.get(storage._cdata, (0, None))
-        if kind is None:
-            kind = kind_of(sys._getframe(2), dims)
+    def count(self, storage, kind=None, dims=1):
+        """Count a storage as large as it is by now, and as of another kind if one is given."""
+        if storage._cdata not in self.live:
             weakref.finalize(storage, self.gone, storage._cdata)
-        self.live[storage._cdata] = storage.nbytes(), kind
-        self.kinds[kind] += storage.nbytes() - old
-        if storage.nbytes() > old:
+            self.live[storage._cdata] = 0, kind or kind_of(dims)
+        old, was = self.live[storage._cdata]
+        size, kind = storage.nbytes(), kind or was
+        self.live[storage._cdata] = size, kind
+        self.kinds[was] -= old
+        self.kinds[kind] += size
+        if size > old:
             self.note()
 
     def gone(self, key):
@@ -105,12 +111,7 @@ class Meter(TorchDispatchMode):
     def name(self, tensors, kind):
         """Say what tensors are that existed before the meter, or that FSDP made."""
         for x in tensors:
-            storage = (x.to_local() if isinstance(x, DTensor) else x).untyped_storage()
-            self.see(storage)
-            size, old = self.live[storage._cdata]
-            self.live[storage._cdata] = size, kind
-            self.kinds[old] -= size
-            self.kinds[kind] += size
+            self.count((x.to_local() if isinstance(x, DTensor) else x).untyped_storage(), kind)
 
     def progress(self, layer, way):
         """The model's hook: which part of the step comes next."""
@@ -119,17 +120,18 @@ class Meter(TorchDispatchMode):
             self.part = {0: "the end", 1: "the first block"}.get(layer, "a block in between")
         elif way == "forward" and layer == self.last:
             self.part = "head and last block"
-        self.silent(layer, way)
 
-    def device_bytes(self):
-        on_host = sum(self.kinds[kind] for kind in BETWEEN_STEPS) if self.offload_params else 0
-        return sum(self.kinds.values()) - self.model.store.slab_bytes - on_host
+    def device_bytes(self, kinds=None):
+        kinds = self.kinds if kinds is None else kinds
+        return sum(kinds.values()) - sum(kinds.get(kind, 0) for kind in self.on_host)
 
     def note(self):
+        """Keep what there is now, if it is a peak or differs from what was kept last."""
         now = self.device_bytes()
-        self.host = max(self.host, self.model.store.slab_bytes)
+        self.host = max(self.host, self.kinds["parked"])
         if now > self.peaks.get(self.part, (0,))[0]:
-            self.peaks[self.part] = now, dict(self.kinds), place(sys._getframe(3))
+            self.peaks[self.part] = now, dict(self.kinds), (
+                f"{self.part}: {', '.join(at_work()) or 'in autograd'}")
         if not self.timeline or abs(now - self.timeline[-1][0]) > now / 50:
             self.timeline.append((now, dict(self.kinds)))
 
@@ -149,10 +151,10 @@ def waited(collective, *args):
     return (*tensors, FakeWork().boxed()) if tensors else FakeWork().boxed()
 
 
-def kind_of(frame, dims):
-    """The kind of a new tensor: by the innermost frame that tells it."""
+def kind_of(dims):
+    """The kind of a new tensor of so many dimensions: by the innermost function that tells it."""
     innermost = None
-    while frame:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if path == upipe.__file__ or name == "workspace":
             if name == "whole_and_rows":  # x or attention's output, on their way back
@@ -165,26 +167,15 @@ def kind_of(frame, dims):
             return "gradient reduction" if "reduce" in caller else "gathered weights"
         elif "/optim/" in path:
             return "optimizer"
-        frame = frame.f_back
     return f"unknown: {innermost}" if innermost else "gradients in autograd"
 
 
-def place(frame):
-    """The functions of upipe.py that a frame is in, outermost first."""
-    names = []
-    while frame:
-        code = frame.f_code
-        if code.co_filename == upipe.__file__:
-            names.append(getattr(code, "co_qualname", code.co_name))  # from Python 3.11 on
-        frame = frame.f_back
-    return ", ".join(name for name in reversed(names) if "<" not in name) or "in autograd"
-
-
-def flash_workspace(S, u, d, n):
-    """Bytes that FlashAttention-2's backward takes for itself: dq adds up in float32; rowsum(do o)
-    is a float32 for each query; with grouped heads, dk and dv of every query head (bfloat16) before
-    they are summed."""
-    return 4 * S * u * (d + 1) + (2 * 2 * S * u * d if n < u else 0)
+def at_work():
+    """Names of the functions of upipe.py that are at work, outermost first."""
+    codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
+    names = [getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
+             for code in reversed(codes) if code.co_filename == upipe.__file__]
+    return [name for name in names if "<" not in name]
 
 
 def simulated_kernel():
@@ -192,44 +183,52 @@ def simulated_kernel():
     def forward(q, k, v, mask):
         return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
+    def workspace(q, k):
+        """dq adds up in float32; rowsum(do o) is a float32 for each query; with grouped heads, dk
+        and dv of every query head (bfloat16) before they are summed."""
+        S, u, d = q.shape
+        size = 4 * S * u * (d + 1) + (2 * 2 * S * u * d if k.shape[1] < u else 0)
+        return q.new_empty(size, dtype=torch.uint8)
+
     def backward(do, q, k, v, o, lse, mask):
-        def workspace():
-            return q.new_empty(flash_workspace(*q.shape, k.shape[1]), dtype=torch.uint8)
-        held = workspace()
+        held = workspace(q, k)
         grads = [torch.empty_like(x) for x in (q, k, v)]
         del held
         return grads
-    return upipe.Kernel(forward, backward, limit=float("inf"))
+    return upipe.Kernel(forward, backward, limit=math.inf)
 
 
-@contextmanager
 def abridged():
     """Let upipe walk two tiles of each row of tiles, two stages of each load of keys and values,
     and two loads: the others take the place of the second and leave nothing behind."""
     spans, schedule = upipe.tile_spans, upipe.schedule
-    upipe.tile_spans = lambda n, tile: spans(n, tile)[:2]
-    upipe.schedule = lambda p: [(kv, queries[:2]) for kv, queries in schedule(p)[:2]]
-    try:
-        yield
-    finally:
-        upipe.tile_spans, upipe.schedule = spans, schedule
+    return patch.multiple(
+        upipe, tile_spans=lambda n, tile: spans(n, tile)[:2],
+        schedule=lambda p: [(kv, queries[:2]) for kv, queries in schedule(p)[:2]])
+
+
+def prepare(settings, job):
+    """(model, optimizer, step): step(docs) is a forward and backward pass over random tokens."""
+    model, optimizer = settings.assemble(job)
+    recipe = replace(settings.recipe, group=job.group)
+    tokens = torch.randint(settings.config.vocab_size, (-(-settings.ctx // job.cp),),
+                           device=job.device)
+    return model, optimizer, lambda docs=None: model(
+        tokens, tokens, recipe, settings.ctx, docs).backward()
 
 
 def metered_step(settings, job):
     """Watch one step of a new model -> Meter. On fake tensors or real ones, it is the same.
 
     The update itself is left out: fused AdamW works in place, in memory that is there by then."""
-    model, optimizer = settings.assemble(job)
-    recipe = replace(settings.recipe, group=job.group)
-    tokens = torch.randint(settings.config.vocab_size, (-(-settings.ctx // job.cp),),
-                           device=job.device)
+    model, optimizer, step = prepare(settings, job)
     with Meter(model, settings.offload_params) as meter:
         meter.name(model.parameters(), "parameters")
         moments = [x for state in optimizer.state.values() for x in state.values()]
         meter.name((x for x in moments if torch.is_tensor(x)), "optimizer")
         meter.timeline.clear()
         for _ in range(min(2, settings.grad_accum)):
-            model(tokens, tokens, recipe, total=settings.ctx).backward()
+            step()
     return meter
 
 
@@ -238,19 +237,18 @@ def pretend(world):
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
 
-def simulate(settings, kernel="simulated", pages=abridged):
+def simulate(settings, pages=abridged):
     """metered_step of rank 0 of settings.world, without memory and without the other ranks."""
+    kernel = upipe.KERNELS["cpu"] if settings.device == "cpu" else simulated_kernel()
+    kernel = kernel._replace(limit=math.inf)  # the verdict names it
     pretend(settings.world)
-    upipe.KERNELS["simulated"] = (  # without its limit: the verdict names it
-        simulated_kernel() if kernel == "simulated"
-        else upipe.KERNELS[kernel]._replace(limit=math.inf))
     try:
         job = settings.meet(torch.device("cpu"))
         settings = replace(settings, recipe=replace(settings.recipe, kernel="simulated"))
-        with pages(), FakeTensorMode(allow_non_fake_inputs=True):
+        with (patch.dict(upipe.KERNELS, simulated=kernel), pages(),
+              FakeTensorMode(allow_non_fake_inputs=True)):
             return metered_step(settings, job)
     finally:
-        del upipe.KERNELS["simulated"]
         dist.destroy_process_group()
 
 
@@ -266,8 +264,8 @@ class Report:
 
 def report_of(meter):
     """The Report of one metered step, as it is."""
-    part, (device, kinds, where) = max(meter.peaks.items(), key=lambda peak: peak[1][0])
-    return Report(device, meter.host, f"{part}: {where}", kinds, meter.timeline)
+    device, kinds, where = max(meter.peaks.values(), key=lambda peak: peak[0])
+    return Report(device, meter.host, where, kinds, meter.timeline)
 
 
 def plan_memory(settings, full=False):
@@ -278,40 +276,34 @@ def plan_memory(settings, full=False):
     the part that peaks at L need not be the one that peaks in a short model."""
     config = settings.config
     L, k = config.n_layers, max(1, settings.recipe.checkpoint)
-    few = L % k + k + (k if L % k + k == 1 else 0)
-    kernel = "cpu" if settings.device == "cpu" else "simulated"
+    few = max(2, L % k + k)
+    more = 0 if full else max(0, (L - few) // k - 1)  # segments that the longer model lacks
 
     def of_layers(n):
-        return simulate(replace(settings, config=replace(config, n_layers=n)), kernel)
-    if full or L <= few + k:
-        a = b = of_layers(L)
-        times = 0
-    else:
-        a, b = of_layers(few), of_layers(few + k)
-        times = (L - few) // k
+        return simulate(replace(settings, config=replace(config, n_layers=n)))
+    longer = of_layers(L - more * k)
+    short = of_layers(few) if more else longer
 
-    def extend(x, y):
-        return x + times * (y - x)
-    # A block in between is as far from the first as in the longer of the two models.
-    first, between = "the first block", "a block in between"
-    if between in b.peaks and times:
-        (size, kinds, _), (x, xs, _), (y, ys, _) = b.peaks[between], a.peaks[first], b.peaks[first]
-        kinds = {kind: kinds[kind] - ys.get(kind, 0) + xs.get(kind, 0) for kind in kinds}
-        a.peaks[between] = size - y + x, kinds, ""
-    peaks = {part: extend(a.peaks[part][0], b.peaks[part][0]) for part in b.peaks}
-    part = max(peaks, key=peaks.get)
-    (_, first, _), (_, second, where) = a.peaks[part], b.peaks[part]
-    kinds = {kind: extend(first.get(kind, 0), second.get(kind, 0)) for kind in first | second}
+    def extend(part):
+        """Bytes by kind of all L layers. In the shorter model, no block may be in between; one
+        grows as the first does."""
+        grows = "the first block" if part == "a block in between" else part
+        kinds, a, b = (meter.peaks[name][1] for meter, name in (
+            (longer, part), (short, grows), (longer, grows)))
+        return {kind: kinds.get(kind, 0) + more * (b.get(kind, 0) - a.get(kind, 0))
+                for kind in {**kinds, **a, **b}}
+    plans = {part: extend(part) for part in longer.peaks}
+    part = max(plans, key=lambda part: longer.device_bytes(plans[part]))
+    kinds = plans[part]
+    device, host = longer.device_bytes(kinds), longer.host + more * (longer.host - short.host)
     kinds.pop("parked", None)
-    device, host = peaks[part], extend(a.host, b.host)
     if settings.offload_params:  # FSDP brings a unit's part at a time, and takes its gradients back
         host += sum(kinds.pop(kind, 0) for kind in BETWEEN_STEPS)
         ends = config.vocab_size * config.dim
         blocks = parameters(settings) - ends * (1 if config.tie_embeddings else 2)
-        unit = 4 * max(ends, blocks // L) // settings.world
-        kinds["weights in transit"] = 2 * unit
-        device += 2 * unit
-    return Report(device, host, f"{part}: {where}", kinds, b.timeline)
+        kinds["weights in transit"] = 2 * (4 * max(ends, blocks // L) // settings.world)
+        device += kinds["weights in transit"]
+    return Report(device, host, longer.peaks[part][2], kinds, longer.timeline)
 
 
 def usable(settings):
@@ -320,29 +312,24 @@ def usable(settings):
     return max(0, card - RESERVED) if settings.device == "cuda" else card * HOST_SHARE
 
 
-def shares(settings, report):
-    """What a job takes of the card, of the host and of a kernel's indices; up to 1 fits."""
-    u = settings.recipe.stage_heads(settings.config, settings.cp) // settings.cp
-    # elements of q in a call: S u d
-    call = -(-settings.ctx // settings.cp) * settings.cp * u * settings.config.head_dim
-    most, host = usable(settings), HOST_SHARE * settings.machine.host
-    return (report.device / most if most else math.inf,
-            report.host * settings.machine.ranks / host, call / (2**31 - 1))
-
-
 def verdict(settings, report):
-    """(fits, text): the report against the card, the host and what a kernel can index."""
-    machine, parts = settings.machine, shares(settings, report)
+    """(share, text): the largest share that a job takes of the card, of the host or of what a
+    kernel can index; up to 1 fits."""
+    machine, most = settings.machine, usable(settings)
     name = "GPU   " if settings.device == "cuda" else "memory"
+    u = settings.recipe.stage_heads(settings.config, settings.cp) // settings.cp
+    tokens = -(-settings.ctx // settings.cp) * settings.cp
+    call = tokens * u * settings.config.head_dim / (2**31 - 1)  # q is [S, u, d]
+    node, room = report.host * machine.ranks, HOST_SHARE * machine.host
     card, host = (f"{size / GIB:,.2f}".rstrip("0").rstrip(".")  # 80, 3.5
                   for size in (machine.card, machine.host))
-    texts = (f"{name}    {gib(report.device)} GiB at the peak, {gib(usable(settings))} usable of "
-             f"{card}",
-             f"host      {gib(report.host)} GiB a rank, {gib(report.host * machine.ranks)} a node "
-             f"of {machine.ranks}, {gib(HOST_SHARE * machine.host)} usable of {host}",
-             f"kernel    {parts[2]:.2f} x 2^31 elements in a call, and its indices end at 1")
-    return max(parts) <= 1, "\n".join(
-        text + (": fits" if part <= 1 else ": does not fit") for text, part in zip(texts, parts))
+    lines = ((report.device / max(most, 1),
+              f"{name}    {gib(report.device)} GiB at the peak, {gib(most)} usable of {card}"),
+             (node / room, f"host      {gib(report.host)} GiB a rank, {gib(node)} a node of "
+                           f"{machine.ranks}, {gib(room)} usable of {host}"),
+             (call, f"kernel    {call:.2f} x 2^31 elements in a call, and its indices end at 1"))
+    return max(lines)[0], "\n".join(
+        text + (": fits" if share <= 1 else ": does not fit") for share, text in lines)
 
 
 def gib(size):
@@ -357,13 +344,9 @@ def too_much(settings):
 
 
 def too_slow(settings):
-    """Why this should not start on a CPU, or None. Times a matrix product for 0.1 s."""
-    a, runs, begin = torch.randn(1024, 1024), 0, time.perf_counter()
-    while (spent := time.perf_counter() - begin) < 0.1:
-        a @ a
-        runs += 1
-    rate = settings.world * runs * 2 * 1024**3 / spent
-    said = tqdm.format_interval
+    """Why this should not start on a CPU, or None, by the time of a matrix product."""
+    a, said = torch.randn(1024, 1024), tqdm.format_interval
+    rate = settings.world * 2 * 1024**3 / min(timeit.repeat(lambda: a @ a, number=1, repeat=5))
 
     def seconds(here):
         return here.grad_accum * here.world // here.cp * step_flops(here) / rate
@@ -373,12 +356,11 @@ def too_slow(settings):
               f"or more, {settings.steps} steps {said(settings.steps * now)}", flush=True)
     if now <= 600:
         return None
-    shorter = settings.at(ctx=2 ** (settings.ctx.bit_length() - 1))
-    while seconds(shorter) > 10 and shorter.ctx > 256:
-        shorter = shorter.at(ctx=shorter.ctx // 2)
-    hope = f"--ctx {shorter.length} ({said(seconds(shorter))} a step)"
-    return (f"a step at --ctx {settings.length} takes {said(now)} or more on this CPU: run "
-            f"{hope if seconds(shorter) <= 10 else '--model tiny'}, take GPUs or --force")
+    shorter = (settings.at(ctx=2**n) for n in range(settings.ctx.bit_length() - 1, 7, -1))
+    hope = next((f"--ctx {here.length} ({said(seconds(here))} a step)" for here in shorter
+                 if seconds(here) <= 10), "--model tiny")
+    return (f"a step at --ctx {settings.length} takes {said(now)} or more on this CPU: run {hope}, "
+            "take GPUs or --force")
 
 
 def too_large(settings):
@@ -392,8 +374,8 @@ def too_large(settings):
     most = 4 * s * (100 * config.n_layers * config.dim + 10 * config.vocab_size) + states
     if most < settings.machine.card / 4:
         return None
-    fits, text = verdict(settings, plan_memory(settings))
-    if fits:
+    share, text = verdict(settings, plan_memory(settings))
+    if share <= 1:
         return None
     problem = re.sub(r" +", " ", next(line for line in text.split("\n") if "not fit" in line))
     longest, _ = longest_context(settings)
@@ -403,8 +385,7 @@ def too_large(settings):
 
 
 def switches(settings):
-    return ", ".join(f"{name} {value}" for name, value in vars(settings.recipe).items()
-                     if name != "group")
+    return {name: value for name, value in vars(settings.recipe).items() if name != "group"}
 
 
 def out_of_memory(settings):
@@ -415,31 +396,30 @@ def out_of_memory(settings):
              ("--heads-per-stage 0", recipe.heads_per_stage),
              ("--tile 2048", not recipe.tile or recipe.tile > 2048))
     turn = next((flag for flag, helps in turns if helps), "more GPUs, or a shorter --ctx")
-    return (f"out of GPU memory at --ctx {settings.length} with {switches(settings)}: try "
-            f"{turn}")
+    on = ", ".join(f"{name} {value}" for name, value in switches(settings).items())
+    return f"out of GPU memory at --ctx {settings.length} with {on}: try {turn}"
 
 
 def longest_context(settings):
     """The longest context that fits, to 64k: (Settings, Report); (None, None) if not even 64k.
 
     What of the recipe was not asked for is fitted to each length. Memory grows almost linearly, so
-    a line through two simulations tells where to look next. It ends with one that fits and, 64k
-    longer, one that does not."""
-    unit, seen = 64 * 1024, {}
-
-    def needs(n):  # the largest share for n units
-        if n not in seen:
-            here = settings.at(ctx=n * unit)
-            seen[n] = here, plan_memory(here)
-        return shares(*seen[n])
-    low, high, points = 0, math.inf if usable(settings) else 1, (16, 32)  # low fits, high does not
+    a line through the last two simulations tells where to look next. It ends with one that fits
+    and, 64k longer, one that does not."""
+    unit, best, before, less = 64 * 1024, (None, None), 0, 0
+    low, high, n = 0, math.inf, 16  # low fits, high does not
     while high - low > 1:
-        for n in points:
-            low, high = (max(low, n), high) if max(needs(n)) <= 1 else (low, min(high, n))
-        a, b = sorted(sorted(seen, key=lambda n: abs(n - (low or high)))[:2])
-        edges = [a + (1 - x) * (b - a) / (y - x) for x, y in zip(needs(a), needs(b)) if y > x]
-        points = [int(min(max(min(edges), low + 1), high - 1, 4 * low + 1))]
-    return seen.get(low, (None, None))
+        here = settings.at(ctx=n * unit)
+        report = plan_memory(here)
+        share, _ = verdict(here, report)
+        if share <= 1:
+            low, best = n, (here, report)
+        else:
+            high = n
+        slope = max((share - less) / (n - before), 1e-9)
+        before, less = n, share
+        n = int(max(low + 1, min(n + (1 - share) / slope, high - 1, 8 * n)))
+    return best
 
 
 def dry_run(settings):
@@ -452,9 +432,9 @@ def dry_run(settings):
         print(f"longest   {settings.ctx:,} tokens (--ctx {settings.length}) fit, 64k more do not")
     else:
         report = plan_memory(settings, settings.full)
-    fits, text = verdict(settings, report)
-    print(f"recipe    {switches(settings)}\n{text}")
-    print(f"peak      {report.where}")
+    (share, text), recipe = verdict(settings, report), switches(settings)
+    print("recipe    " + ", ".join(f"{name} {value}" for name, value in recipe.items())
+          + f"\n{text}\npeak      {report.where}")
     for kind, size in sorted(report.kinds.items(), key=lambda item: -item[1]):
         if size > report.device / 1000:
             print(f"          {size / GIB:8.2f} GiB  {kind}")
@@ -462,10 +442,8 @@ def dry_run(settings):
     print(f"time      {tqdm.format_interval(flops / (UTILISATION * 989e12))} a step, if each rank "
           f"computes its {tqdm.format_sizeof(flops)} FLOPs (recomputation included) at "
           f"{UTILISATION:.0%} of an H100's 989 TFLOP/s")
-    if settings.json:
-        recipe = {name: value for name, value in vars(settings.recipe).items() if name != "group"}
-        Path(settings.json).write_text(json.dumps(dict(
-            ctx=settings.ctx, world=settings.world, recipe=recipe, fits=fits, verdict=text,
-            device_bytes=report.device, host_bytes=report.host, where=report.where,
-            bytes_by_kind=report.kinds), indent=1))
-    return 0 if fits else 1
+    write_json(settings.json, dict(
+        ctx=settings.ctx, world=settings.world, recipe=recipe, fits=share <= 1, verdict=text,
+        device_bytes=report.device, host_bytes=report.host, where=report.where,
+        bytes_by_kind=report.kinds))
+    return int(share > 1)

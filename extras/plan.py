@@ -2,6 +2,7 @@
 import shlex
 import sys
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
@@ -105,12 +106,10 @@ def print_plan(settings, job):
 
 @contextmanager
 def progress_bar(job, model, title, passes, settings):
-    """Progress within `passes` forward passes, shown from 10 s on. Counts by block."""
-    total = passes * settings.config.n_layers
-    events, silent = [], model.progress
-    look = "{desc} {percentage:3.0f}% |{bar}| {elapsed} < {remaining}{postfix}"
-    with tqdm(total=total, desc=title, delay=10, leave=False, miniters=1, disable=job.rank != 0,
-              bar_format=look) as bar:
+    """Progress within `passes` forward passes, by block, shown from 10 s on."""
+    events, look = [], "{desc} {percentage:3.0f}% |{bar}| {elapsed} < {remaining}{postfix}"
+    with tqdm(total=passes * settings.config.n_layers, desc=title, delay=10, leave=False,
+              miniters=1, disable=job.rank != 0, bar_format=look) as bar:
         def tick(layer, way):
             if job.device.type == "cuda":  # the CPU runs ahead: let the GPU finish the block before
                 events.append(torch.cuda.current_stream().record_event())
@@ -118,9 +117,5 @@ def progress_bar(job, model, title, passes, settings):
                     events.pop(0).synchronize()
             bar.set_postfix_str(f"{way}, block {layer}", refresh=False)
             bar.update(2.5 if way == "backward" else 1)
-        if job.rank == 0:
-            model.progress = tick
-        try:
+        with patch.object(model, "progress", model.progress if job.rank else tick):
             yield
-        finally:
-            model.progress = silent

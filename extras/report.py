@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from extras import GIB, write_json
 from extras.kernels import PACKAGES, kernel_error, kernel_seconds
 from upipe import GPT, PRESETS, Recipe
 
@@ -50,15 +51,13 @@ def benchmark(tests, repeats=5):
     sent = tests.RANKS[2](tests.rank_traffic, tests.Case(2, TINY, LEAN, 512))[0]
     print(f"peak of a block, elements per token   forward {peaks[0]:.0f}, at most "
           f"{3 * D + 8 * 2 * d}; backward {peaks[1]:.0f}, at most "
-          f"{3.5 * D + 2 * K * d + 12 * 2 * d:.0f}")
-    print(f"all-to-all, elements per token        forward {sent[0]:.0f} of {2 * (H + K) * d}; "
+          f"{3.5 * D + 2 * K * d + 12 * 2 * d:.0f}\n"
+          f"all-to-all, elements per token        forward {sent[0]:.0f} of {2 * (H + K) * d}; "
           f"backward {sent[1]:.0f} of {4 * (H + K) * d}")
-    seconds = {name: [] for name in RECIPES}
-    for _ in range(repeats + 1):
-        for name, recipe in RECIPES.items():
-            case = tests.Case(2, TINY, recipe, LONG)
-            seconds[name].append(max(tests.RANKS[2](rank_seconds, case, tests.step, limit=600)))
-    seconds = {name: np.array(turns[1:]) for name, turns in seconds.items()}  # the first warms up
+    turns = [[max(tests.RANKS[2](rank_seconds, tests.Case(2, TINY, recipe, LONG), tests.step,
+                                 limit=600)) for recipe in RECIPES.values()]
+             for _ in range(repeats + 1)]
+    seconds = dict(zip(RECIPES, np.array(turns[1:]).T))  # the first turn warms up
     for what, slow, least in (("keep_attention / attention twice", "attention twice", 1.2),
                               ("UPipe, U = C / Ulysses, U = H", "U = H", 0.95),
                               ("lean UPipe / autograd Ulysses", "autograd Ulysses", 0.85)):
@@ -80,38 +79,36 @@ HEAD_SIZES = (64, 128) if GPU else (16,)
 LENGTHS = {"64k": 2**16, "256k": 2**18, "1m": 2**20} if GPU else {
     "128": 128, "512": 512, "1k": 1024}
 LONGEST = max(LENGTHS.values())
+CHANGES = {"u = 1": "", "U = 32": f"--heads-per-stage {32 if GPU else 4}",
+           "U = 16": f"--heads-per-stage {16 if GPU else 4}",  # at 1m, 32 are 2^31 elements
+           "no offload": "--no-offload", "attention twice": "--no-keep-attention"}
+RANK_OF_8 = "one rank of 8"
+ROWS = [("128k", 2, "u = 1"), ("128k", 2, "U = 32"), ("128k", 2, "no offload"),
+        ("128k", 2, "attention twice"), ("1m", 1, RANK_OF_8), ("512k", 2, "u = 1"),
+        ("512k", 2, "U = 32"), ("512k", 2, "no offload"), ("1m", 1, "u = 1"),
+        ("1m", 1, "attention twice"), ("1m", 1, "U = 16"), ("512k", 2, "attention twice")]
 
 
 def report_parts(long):
     """[(name, command after `python`, seconds at most), ...]. BEST and a head size stand for the
     kernel that the first part found the fastest: all rows use the same one."""
-    k, m = ("k", "m") if GPU else ("", "k")  # without a GPU, a thousandth of everything
-    model, wide = ("llama3.2-1b", "llama3-8b") if GPU else ("tiny", "tiny")
-    common = ["--force", "--offload", "--checkpoint", "1", "--kernel"]
-    one = ["train.py", "--one-rank-of", "1", "--model", model, *common, f"BEST {HEAD_SIZES[0]}"]
-    rank = ["train.py", "--one-rank-of", "8" if GPU else "4", "--model", wide, *common,
-            f"BEST {HEAD_SIZES[-1]}", "--layers", "1"]
     parts = [("kernels", ["test_upipe.py", "--kernels"], 90)]
     if GPU:
         tests = ["-m", "pytest", "-q", "test_upipe.py", "extras/test_kernels.py", "-k"]
         parts.append(("cuda tests", [*tests, "cuda or gpu or copies_on_a_stream"], 120))
-    changes = {"u = 1": [], "U = 32": ["--heads-per-stage", "32" if GPU else "4"],
-               "U = 16": ["--heads-per-stage", "16" if GPU else "4"],  # at 1m, 32 are 2^31 elements
-               "no offload": ["--no-offload"], "attention twice": ["--no-keep-attention"]}
-
-    def rows(size, layers, *names):
-        return [(f"{model}, L = {layers}, {size}, {name}",
-                 [*one, "--ctx", size, "--layers", str(layers), *changes[name]], 150)
-                for name in names]
-
-    def one_of_8(size, limit):
-        return [(f"{wide}, L = 1, one rank of 8, {size}", [*rank, "--ctx", size], limit)]
-    parts += rows(f"128{k}", 2, "u = 1", "U = 32", "no offload", "attention twice")
-    parts += one_of_8(f"1{m}", 90)
-    parts += rows(f"512{k}", 2, "u = 1", "U = 32", "no offload")
-    parts += rows(f"1{m}", 1, "u = 1", "attention twice", "U = 16")
-    parts += rows(f"512{k}", 2, "attention twice")
-    return parts + (one_of_8(f"5{m}", 600) if long else [])
+    small, wide, ranks = ("llama3.2-1b", "llama3-8b", 8) if GPU else ("tiny", "tiny", 4)
+    for size, layers, what in ROWS + [("5m", 1, RANK_OF_8)] * long:
+        if not GPU:  # a thousandth of everything
+            size = size.replace("k", "").replace("m", "k")
+        if what == RANK_OF_8:
+            name, limit = f"{wide}, L = 1, {what}, {size}", 600 if size[0] == "5" else 90
+            flags = f"--one-rank-of {ranks} --model {wide} --kernel BEST{HEAD_SIZES[-1]}"
+        else:
+            name, limit = f"{small}, L = {layers}, {size}, {what}", 150
+            flags = f"--one-rank-of 1 --model {small} --kernel BEST{HEAD_SIZES[0]} {CHANGES[what]}"
+        parts.append((name, ["train.py", *flags.split(), "--layers", str(layers), "--ctx", size,
+                             "--force", "--offload", "--checkpoint", "1"], limit))
+    return parts
 
 
 def report_kernels(path=None):
@@ -135,8 +132,12 @@ def report_kernels(path=None):
                 print(f"{name:10} head size {d}, {size} tokens: {result}", flush=True)
     best = {d: max(names, key=lambda name: names[name][LONGEST])
             for d, names in rates.items() if names}
-    if path:
-        Path(path).write_text(json.dumps(dict(rates=rates, best=best)))
+    write_json(path, dict(rates=rates, best=best))
+
+
+def off(result):
+    """How far a measured peak is from the dry run's."""
+    return result["device_bytes"] / result["simulated_device_bytes"] - 1
 
 
 def report_row(name, result):
@@ -144,47 +145,45 @@ def report_row(name, result):
     if "seconds" not in result:
         return f"| {name} | {result['status']} | | | | |"
     mfu = f"{result['mfu']:.1%}" if result.get("mfu") else ""
-    off = result["device_bytes"] / result["simulated_device_bytes"] - 1
     return (f"| {name} | {result['seconds']:.2f} | {result['tokens_per_second']:,.0f} | {mfu} | "
-            f"{result['device_bytes'] / 2**30:.2f} ({off:+.1%}) | "
-            f"{result['host_bytes'] / 2**30:.2f} |")
+            f"{result['device_bytes'] / GIB:.2f} ({off(result):+.1%}) | "
+            f"{result['host_bytes'] / GIB:.2f} |")
 
 
 def report_promises(results):
     """What the table is for: each promise of the project, what it came to, whether it holds."""
     runs = {name: result for name, result in results.items() if "seconds" in result}
-    long = ("128k", "512k", "1m") if GPU else tuple(LENGTHS)
+    sizes = ("128k", "512k", "1m") if GPU else tuple(LENGTHS)
 
-    def find(words, what="seconds"):
-        return next((result[what] for name, result in runs.items() if words in name), None)
-
-    def judge(what, a, b, least=0.0, most=math.inf):
+    def find(size, what, figure="seconds"):
+        return next((run[figure] for name, run in runs.items() if f" {size}, {what}" in name), None)
+    promises, end = [], sizes[-1]  # [(what, a, b, rule, bound), ...], about a / b
+    for size in sizes:
+        one = find(size, "u = 1")
+        promises.append((f"{size}, time with offload / without", one, find(size, "no offload"),
+                         "most", 1.02))
+        if size != sizes[0]:
+            promises.append((f"{size}, time of one head a stage / of many", one,
+                             find(size, "U = "), "most", 1.03))
+    rates = results.get("kernels", {}).get("rates", {}).get(str(HEAD_SIZES[0]), {})
+    alone = rates.get(find(end, "u = 1", "kernel"), {}).get(str(LONGEST), 0)
+    promises += [
+        (f"{end}, time of attention twice / kept", find(end, "attention twice"), one, "least",
+         1.22),
+        (f"{end}, FLOP/s of attention / of its kernel alone",
+         find(end, "u = 1", "attention_flops_per_second"), alone, "least", 0.9),
+        # A utilisation counts 3 forward passes, where flash attention works for 3.5.
+        (f"{end}, utilisation of the step / of its kernel alone",
+         find(end, "u = 1", "flops_per_second"), alone * 3 / 3.5, "least", 0.85)]
+    for what, a, b, rule, bound in promises:
         if a and b:
-            rule = f"at least {least}" if least else f"at most {most}"
-            missed = "" if least <= a / b <= most else ": MISSED"
-            yield f"{what}: {a / b:.3f}, must be {rule}{missed}"
-
-    for size in long:
-        one, twice, many, off = (find(f" {size}, {what}") for what in
-                                 ("u = 1", "attention twice", "U = ", "no offload"))
-        yield from judge(f"{size}, time with offload / without", one, off, most=1.02)
-        if size != long[0]:
-            yield from judge(f"{size}, time of one head a stage / of many", one, many, most=1.03)
-    one = f" {size}, u = 1"
-    yield from judge(f"{size}, time of attention twice / kept", twice, find(one), least=1.22)
-    alone = results.get("kernels", {}).get("rates", {}).get(str(HEAD_SIZES[0]), {}).get(
-        find(one, "kernel"), {}).get(str(LONGEST), 0)
-    yield from judge(f"{size}, FLOP/s of attention / of its kernel alone",
-                     find(one, "attention_flops_per_second"), alone, least=0.9)
-    # A utilisation counts 3 forward passes, where flash attention works for 3.5.
-    yield from judge(f"{size}, utilisation of the step / of its kernel alone",
-                     find(one, "flops_per_second"), alone * 3 / 3.5, least=0.85)
-    off = {name: abs(run["device_bytes"] / run["simulated_device_bytes"] - 1)
-           for name, run in runs.items()}
-    if off:
-        worst = max(off, key=off.get)
-        yield (f"peaks are within {off[worst]:.1%} of the dry run's ({worst}), must be within 5%"
-               + (": MISSED" if off[worst] > 0.05 else ""))
+            holds = a / b <= bound if rule == "most" else a / b >= bound
+            yield f"{what}: {a / b:.3f}, must be at {rule} {bound}{'' if holds else ': MISSED'}"
+    if runs:
+        worst = max(runs, key=lambda name: abs(off(runs[name])))
+        error = abs(off(runs[worst]))
+        yield (f"peaks are within {error:.1%} of the dry run's ({worst}), must be within 5%"
+               + (": MISSED" if error > 0.05 else ""))
 
 
 def device_report(out, long=False):
@@ -194,31 +193,31 @@ def device_report(out, long=False):
     head = [title, "", "| part | seconds a step | tokens/s | MFU | GiB at the peak (against the dry"
             " run) | GiB on the host |", "|---|---|---|---|---|---|"]
     out, began = Path(out).resolve(), time.monotonic()
-    files = [Path(f"{out}.{end}") for end in ("json", "md", "part.json")]
-    old = json.loads(files[0].read_text()) if files[0].exists() else {}
-    results = {part: result for part, result in old.get("parts", {}).items()
+    figures, table = Path(f"{out}.json"), Path(f"{out}.md")
+    old = json.loads(figures.read_text()) if figures.exists() else dict(title=None, parts={})
+    results = {part: result for part, result in old["parts"].items()
                if result["status"] == "done" and old["title"] == title}
     for part, command, limit in report_parts(long):
         left = math.inf if long else BUDGET - (time.monotonic() - began)
         if part not in results:
             results[part] = dict(status="not run: the time was up")
             if left > 20:
-                results[part] = report_part(command, min(limit, left), files[2],
-                                            results.get("kernels", {}).get("best", {}))
+                best = results.get("kernels", {}).get("best", {})
+                results[part] = report_part(command, min(limit, left), Path(f"{out}.part.json"),
+                                            best)
             print(report_row(part, results[part]), flush=True)
             if "seconds" not in results[part]:
                 print(results[part].get("output", "")[-1500:], flush=True)
         rows = [report_row(*item) for item in results.items()]
         promises = [f"- {line}" for line in report_promises(results)]
-        files[0].write_text(json.dumps(dict(title=title, parts=results), indent=1))
-        files[1].write_text("\n".join([*head, *rows, "", *promises]) + "\n")
+        write_json(figures, dict(title=title, parts=results))
+        table.write_text("\n".join([*head, *rows, "", *promises]) + "\n")
     print("\n".join(promises))
 
 
 def report_part(command, limit, seen, best):
     """Run one part for at most `limit` seconds -> its status, output and figures."""
-    command = [best.get(word[5:], "auto") if word.startswith("BEST ") else word
-               for word in command]
+    command = [best.get(word[4:], "auto") if word.startswith("BEST") else word for word in command]
     command += ["--json", str(seen)] if command[0] != "-m" else []
     seen.unlink(missing_ok=True)  # of a report that was cut off
     try:

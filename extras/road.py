@@ -1,20 +1,19 @@
 """Measured and drawn: the road from plain to UPipe, one rank of many, traces, loss by position."""
 import gc
-import json
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 import upipe
-from extras import GIB
+from extras import GIB, draw, write_json
 from extras.kernels import synchronize
-from extras.memory import (
-    BETWEEN_STEPS, KINDS, Report, metered_step, plan_memory, report_of, usable, verdict)
+from extras.memory import Report, metered_step, plan_memory, prepare, report_of, verdict
 from extras.plan import backward_passes, forward_flops, peak_flops
 from upipe import IGNORE
 
@@ -39,8 +38,7 @@ def road(settings, job=None):
             rows.append((name, seen, True, seen and row.dp * here.ctx / times["seconds"]))
         else:
             report = plan_memory(replace(here, world=1) if whole else here, here.full)
-            fits, _ = verdict(here, report)
-            rows.append((name, report, fits, None))
+            rows.append((name, report, verdict(here, report)[0] <= 1, None))
     return rows
 
 
@@ -60,74 +58,67 @@ def measure(settings, job):
 
     On a CPU the peak is the meter's, on CUDA the allocator's. times: "seconds" of the step, those
     in each of PARTS and, on CUDA, "reserved_bytes", what the allocator held for that peak."""
-    device, ctx = job.device, settings.ctx
-    cuda = device.type == "cuda"
+    cuda = job.device.type == "cuda"
     # One step to warm up, one that counts. A long one warms up with its attention inside documents:
     # all that is slow in a first step is in it, but not the minutes.
-    short = torch.arange(0, ctx, 2**14) if ctx >= 2**19 else None
+    short = torch.arange(0, settings.ctx, 2**14) if settings.ctx >= 2**19 else None
     gc.collect()  # FSDP's models have cycles: the last row's
     try:
-        model, optimizer = settings.assemble(job)
-        recipe = replace(settings.recipe, group=job.group)
-        tokens = torch.randint(settings.config.vocab_size, (-(-ctx // job.cp),), device=device)
+        model, optimizer, step = prepare(settings, job)
         for docs in (short, None):
             model.zero_grad()
-            synchronize(device)
+            synchronize(job.device)
             dist.barrier()
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
-            with stopwatch(device) as times:
-                begin = time.perf_counter()
-                model(tokens, tokens, recipe, ctx, docs).backward()
-                synchronize(device)
+            with stopwatch(job.device) as times:
+                step(docs)
+                synchronize(job.device)
                 dist.barrier()
-                times["seconds"] = time.perf_counter() - begin
         if cuda:
             times["reserved_bytes"] = torch.cuda.max_memory_reserved()
             peak = torch.cuda.max_memory_allocated()
             return Report(peak, model.store.slab_bytes, "measured", {}, []), times
-        del model, optimizer
+        del model, optimizer, step
         return report_of(metered_step(settings, job)), times
     except torch.OutOfMemoryError:
-        synchronize(device)  # a copy may be under way to memory that is free by now
+        synchronize(job.device)  # a copy may be under way to memory that is free by now
         return None, None
 
 
-PARTS = {"attention_seconds": ((upipe, "flash_forward"), (upipe, "flash_backward")),
-         "waiting_seconds": ((upipe, "arrived"), (upipe.HostStore, "wait_for_copies"))}
+PARTS = (("attention_seconds", upipe, "flash_forward"),
+         ("attention_seconds", upipe, "flash_backward"), ("waiting_seconds", upipe, "arrived"),
+         ("waiting_seconds", upipe.HostStore, "wait_for_copies"))
 
 
 @contextmanager
 def stopwatch(device):
-    """Yields a dict that in the end has the seconds that the device spent in each of PARTS."""
-    def now():
+    """Yields a dict that in the end has the "seconds" that it took, and those that the device spent
+    in each of PARTS."""
+    times, spans, begin = dict.fromkeys((part for part, *_ in PARTS), 0), [], time.perf_counter()
+    with ExitStack() as stack:
+        for part, owner, name in PARTS:
+            timing = timed(getattr(owner, name), part, spans, device)
+            stack.enter_context(patch.object(owner, name, timing))
+        yield times
+        times["seconds"] = time.perf_counter() - begin
+    for part, a, b in spans:
+        times[part] += a.elapsed_time(b) / 1000 if device.type == "cuda" else b - a
+
+
+def timed(function, part, spans, device):
+    """The function, such that each call adds (part, begin, end) to spans."""
+    def mark():
         if device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
-    def timed(function, spans):
-        def timing(*args, **kwargs):
-            begin = now()
-            out = function(*args, **kwargs)
-            spans.append((begin, now()))
-            return out
-        return timing
-    silent = [(owner, name, getattr(owner, name)) for places in PARTS.values()
-              for owner, name in places]
-    times, spans = {}, {part: [] for part in PARTS}
-    for part, places in PARTS.items():
-        for owner, name in places:
-            setattr(owner, name, timed(getattr(owner, name), spans[part]))
-    try:
-        yield times
-    finally:
-        for place in silent:
-            setattr(*place)
-    for part in PARTS:
-        times[part] = sum(a.elapsed_time(b) / 1000 if device.type == "cuda" else b - a
-                          for a, b in spans[part])
+    def timing(*args, **kwargs):
+        begin = mark()
+        out = function(*args, **kwargs)
+        spans.append((part, begin, mark()))
+        return out
+    return timing
 
 
 def travel(rows, settings):
@@ -141,80 +132,17 @@ def travel(rows, settings):
             continue
         last = f"{speed / first:.2f} x" if first else "yes" if fits else "no"
         print(f"{name:18}{report.device / GIB:12,.3f}{report.host / GIB:13,.3f}    {last}")
-    if settings.json:
-        Path(settings.json).write_text(json.dumps([dict(
-            name=name, fits=fits, tokens_per_second=speed, **(vars(report) if report else {}))
-            for name, report, fits, speed in rows], indent=1))
+    write_json(settings.json, [dict(name=name, fits=fits, tokens_per_second=speed,
+                                    **(vars(report) if report else {}))
+                               for name, report, fits, speed in rows])
     if settings.plot:
-        plot_road(settings.plot, rows, settings)
-
-
-def plot_road(path, rows, settings):
-    """Bars of the road with the card's capacity, and the memory of the last row over one step."""
-    import matplotlib
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-    names, reports, fit = zip(*((name, report, fits) for name, report, fits, _ in rows if report))
-    last = reports[-1]
-    on_host = {"parked", *(BETWEEN_STEPS if settings.offload_params else ())}
-    history = [{kind: size / GIB for kind, size in kinds.items() if kind not in on_host}
-               for _, kinds in last.timeline]  # a measured peak on CUDA has none
-    pyplot.rc("font", size=13)
-    figure, axes = pyplot.subplots(1, 2 if history else 1, figsize=(17, 6.5), squeeze=False,
-                                   layout="constrained")
-    left, most = axes[0, 0], usable(settings) / GIB
-    sizes = [report.device / GIB for report in reports]
-    bars = left.barh(names, sizes, log=True, color=[
-        "tab:green" if fits else "tab:orange" if size <= most else "tab:red"
-        for size, fits in zip(sizes, fit)])
-    left.barh(names[:1], 0, color="tab:orange", label="too much for the host or a kernel call")
-    left.axvline(most, color="black", linestyle="--", label=f"{most:.0f} GiB usable on a card")
-    digits = [3 if size < 1 else 1 if size < 100 else 0 for size in sizes]
-    labels = [f"{size:,.{n}f}" for size, n in zip(sizes, digits)]
-    for text in left.bar_label(bars, labels, padding=5):
-        text.set_backgroundcolor("white")  # it may lie on the line
-    left.set(xlabel="GiB per GPU at the peak", xlim=(min(sizes) / 8, max(sizes) * 10),
-             title=f"{settings.model}, {settings.length} tokens, {settings.world} ranks")
-    left.invert_yaxis()
-    left.legend(loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=2, frameon=False)
-    if history:
-        plot_step(axes[0, 1], history, pyplot.get_cmap("tab20").colors)
-        few = " of a model of fewer layers" if settings.dry_run and not settings.full else ""
-        axes[0, 1].set_title(f"{names[-1]}, over one step{few}")
-    figure.savefig(path, dpi=100)
-
-
-def plot_step(axes, history, colors):
-    """Memory over a step, stacked: below what stays between steps, above it the rest by size.
-
-    In a long one, most blocks are like their neighbours: of their passes, white gaps are left."""
-    head = next(i for i, kinds in enumerate(history) if kinds.get("logits tile"))
-    if len(history) > 300:
-        gap = [{}] * 4
-        history = history[:50] + gap + history[head - 30:head + 70] + gap + history[-80:]
-        head = 84
-    most = {kind: max(kinds.get(kind, 0) for kinds in history) for kind in set().union(*history)}
-    order = sorted(most, key=lambda kind: (kind not in BETWEEN_STEPS, -most[kind]))
-    layers = {kind: [kinds.get(kind, 0) for kinds in history] for kind in order[:13]}
-    layers["other"] = [sum(kinds.get(kind, 0) for kind in order[13:]) for kinds in history]
-    named = dict.fromkeys((*BETWEEN_STEPS, *KINDS.values(), *sorted(most)))  # a kind, a color
-    palette = dict(zip(named, (*colors[:14:2], *colors[16::2], *colors[1:14:2], *colors[17::2])))
-    axes.stackplot(range(len(history)), layers.values(), labels=layers, step="post",
-                   colors=[palette.get(kind, "lightgray") for kind in layers])
-    axes.axvline(head, color="black", linewidth=1)
-    axes.set(ylabel="GiB per GPU", xlim=(0, len(history) - 1),
-             xticks=[head / 2, (head + len(history)) / 2],
-             xticklabels=["forward", "loss and backward"])
-    axes.tick_params(axis="x", length=0)
-    axes.legend(*(x[::-1] for x in axes.get_legend_handles_labels()), loc="center left",
-                bbox_to_anchor=(1, 0.5), frameon=False)
+        draw.plot_road(settings.plot, rows, settings)
 
 
 # One rank of many: on a single GPU, all that one rank of a larger job does. The other ranks are not
 # there (the "fake" process group again), but everything else is: shapes, kernels, copies, memory.
 
 
-@contextmanager
 def stand_in():
     """Let collectives bring this rank's own data, as if all ranks had the same: finite numbers, at
     the cost of a copy. FSDP calls them by other names from PyTorch 2.13 on."""
@@ -230,14 +158,7 @@ def stand_in():
     ours = dict(all_gather_into_tensor=gather, all_gather_single=gather,
                 reduce_scatter_tensor=reduce_scatter, reduce_scatter_single=reduce_scatter,
                 all_to_all_single=exchange)
-    theirs = {name: getattr(dist, name) for name in ours if hasattr(dist, name)}
-    try:
-        for name in theirs:
-            setattr(dist, name, ours[name])
-        yield
-    finally:
-        for name, collective in theirs.items():
-            setattr(dist, name, collective)
+    return patch.multiple(dist, **{name: ours[name] for name in ours if hasattr(dist, name)})
 
 
 def one_rank(settings, job):
@@ -255,21 +176,19 @@ def one_rank(settings, job):
     card, peak = peak_flops(job.device, settings.dtype)
     rate = 3 * (attention + rest) / seconds
     inner = attention * (1 + backward_passes(settings)[0]) / inside
+    mfu, speed = rate / peak if peak else None, settings.ctx / seconds
     held = f", {times['reserved_bytes'] / GIB:.3f} reserved" if "reserved_bytes" in times else ""
-    print(f"measured  {seconds:.2f} s a step, {settings.ctx / seconds:,.0f} tokens/s"
-          + (f", MFU {rate / peak:.1%} of {card}" if peak else "") +
+    print(f"measured  {seconds:.2f} s a step, {speed:,.0f} tokens/s"
+          + (f", MFU {mfu:.1%} of {card}" if peak else "") +
           f"\nattention {inside:.2f} s of it, {tqdm.format_sizeof(inner)}FLOP/s; waiting for "
           f"copies {times['waiting_seconds']:.2f} s\n"
           f"memory    {seen.device / GIB:.3f} GiB measured, {plan.device / GIB:.3f} simulated "
           f"({seen.device / plan.device - 1:+.1%}){held}\n"
           f"host      {seen.host / GIB:.3f} GiB measured, {plan.host / GIB:.3f} simulated")
-    if settings.json:
-        Path(settings.json).write_text(json.dumps(dict(
-            times, tokens_per_second=settings.ctx / seconds, device_bytes=seen.device,
-            simulated_device_bytes=plan.device, host_bytes=seen.host,
-            kernel=settings.recipe.kernel, simulated_host_bytes=plan.host,
-            mfu=rate / peak if peak else None, flops_per_second=rate,
-            attention_flops_per_second=inner)))
+    write_json(settings.json, dict(
+        times, tokens_per_second=speed, device_bytes=seen.device, host_bytes=seen.host,
+        simulated_device_bytes=plan.device, simulated_host_bytes=plan.host, mfu=mfu,
+        kernel=settings.recipe.kernel, flops_per_second=rate, attention_flops_per_second=inner))
 
 
 @contextmanager
@@ -310,16 +229,6 @@ def show_by_position(job, model, batch, settings):
     ends, losses = loss_by_position(job, model, batch, settings)
     title = f"{settings.model} on {settings.data or 'the Python standard library'}"
     path = settings.loss_by_position
-    job.on_rank_0(lambda: plot_by_position(path, ends, losses, title))
+    job.on_rank_0(lambda: draw.plot_by_position(path, ends, losses, title))
     job.say(f"position  {path}: loss {losses[0]:.3f} up to token {ends[0]:,.0f}, {losses[-1]:.3f} "
             f"after {ends[-2]:,.0f}")
-
-
-def plot_by_position(path, ends, losses, title):
-    import matplotlib
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(ends, losses, drawstyle="steps-pre")
-    axes.set(xlabel="position in the context", ylabel="nats per token", title=title)
-    figure.savefig(path, dpi=120)

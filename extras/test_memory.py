@@ -54,7 +54,7 @@ def test_the_dry_run_tells_what_a_real_step_holds(C, row):
     tensor's kind is unknown."""
     settings, whole = watched_row(C, row)
     simulated = memory.report_of(memory.simulate(
-        replace(settings, world=1) if whole else settings, "cpu"))
+        replace(settings, world=1) if whole else settings))
     for device, host, kinds in RANKS[C](rank_watched_step, settings, whole):
         assert device == pytest.approx(simulated.device, rel=0.02)
         assert host == simulated.host

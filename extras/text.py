@@ -7,7 +7,6 @@ import json
 import os
 import re
 import tempfile
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from extras import need
+from extras import need, read_json
 from upipe import BadInput
 
 PIECE = 2**16  # characters: a tokenizer takes 40 to 100 bytes of memory for each
@@ -46,6 +45,8 @@ class Tokenizer:
         try:
             self.file = Path(path).read_bytes()
             self.inner = load(json.loads(self.file))
+            # Many put a space in front of each text: not so behind a cut.
+            self.middle = load(json.loads(self.file, object_hook=without_prefix))
         except Exception as error:  # whatever the library raises: it is the file that is wrong
             raise BadInput(f"--tokenizer {path}: {error}")
         self.size = 1 + max(self.inner.get_vocab().values())
@@ -58,29 +59,14 @@ class Tokenizer:
     def find_end(self, folder):
         """[id] of the model's end of a text, as the files beside the tokenizer say, or []."""
         for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
-            try:
-                found = json.loads((folder / name).read_text())
-                end = found.get("eos_token") or found.get("eos_token_id")
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError, AttributeError) as error:
-                raise BadInput(f"{folder / name}, beside the tokenizer: {error}")
+            found = read_json(folder / name)
+            end = found.get("eos_token") or found.get("eos_token_id")
             end = end["content"] if isinstance(end, dict) else end
             ends = end if isinstance(end, list) else [end]  # of several the first
             ids = [self.inner.token_to_id(x) if isinstance(x, str) else x for x in ends[:1]]
             if ids and ids[0] in range(self.size):
                 return ids
         return []
-
-    @cached_property
-    def middle(self):
-        """What encodes the text behind a cut. Many tokenizers put a space in front of each text."""
-        def ids(tokenizer, text):
-            return tokenizer.encode(text, add_special_tokens=False).ids
-        if all(ids(self.inner, f"a{rest}") == ids(self.inner, "a") + ids(self.inner, rest)
-               for rest in (" b", "\nb")):
-            return self.inner
-        return load(json.loads(self.file, object_hook=without_prefix))
 
     def encode(self, text):
         return self.before + self.inner.encode(text, add_special_tokens=False).ids
