@@ -57,6 +57,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -681,9 +682,9 @@ def rank_sharded_weights(seed):
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-def test_initial_values_depend_on_seed_and_name_alone():
+def test_initial_values_depend_on_the_seed_alone():
     """F4: the same bits in one process and on shards that were filled on each rank of any world;
-    another seed or name is another value."""
+    another seed or matrix is another value."""
     expected, other = GPT(SMALL, seed=3).state_dict(), GPT(SMALL, seed=4).state_dict()
     for weights in RANKS[2](rank_sharded_weights, 3) + RANKS[4](rank_sharded_weights, 3):
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -1296,12 +1297,16 @@ def test_a_second_backward_is_refused(recipe):
 
 
 @functools.cache
-def job_of(cp):
+def job_of(cp, ring=1):
     """What train.py's join() makes of a worker."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // cp, cp), mesh_dim_names=("dp", "cp"))
-    return train.Job(rank, world, torch.device("cpu"), world // cp, rank // cp, cp, rank % cp,
-                     mesh["cp"].get_group(), init_device_mesh("cpu", (world,)))
+    flags = ["--cp", str(cp), "--ring", str(ring), "--model", "tiny"]
+    with patch.object(train, "launched", lambda: (0, dist.get_world_size(), 0, 1)):
+        return train.make_settings(flags).meet(torch.device("cpu"))
+
+
+def as_rank(rank, cp, ring=1):
+    """A Job for what is asked of one rank without the others."""
+    return train.Job(rank, cp, None, 1, 0, cp, rank, ring, {}, None)
 
 
 def rank_sharded_step(config, recipe, windows, cp, clip, dtype, frozen):
@@ -1309,14 +1314,15 @@ def rank_sharded_step(config, recipe, windows, cp, clip, dtype, frozen):
 
     What a rank sees of it: loss, norm, all gradients and weights, how many elements of weights it
     has, its all-gathers and reduce-scatters, and how many elements of gradients were added up."""
-    job = job_of(cp)
+    job = job_of(cp, recipe.ring)
     model = build(config, 0, F64 if dtype == F64 else F32, frozen)
     train.shard_model(model, job.everyone, dtype)
-    batch = [upipe.shard(*window, job.group) for window in windows[job.dp_rank]]
+    batch = [upipe.shard(*window, job.groups["group"], job.ring)
+             for window in windows[job.dp_rank]]
     with Meter() as meter:
         loss, norm = train.train_step(
             job, model, torch.optim.SGD(model.parameters(), lr=1.0), batch,
-            sum(map(count_labels, windows)), replace(recipe, group=job.group), clip, 1)
+            sum(map(count_labels, windows)), replace(recipe, **job.groups), clip, 1)
     return SimpleNamespace(
         loss=loss, norm=norm, grads=gradients(model), summed=meter.summed,
         weights={name: p.full_tensor().detach() for name, p in model.named_parameters()},
@@ -1360,13 +1366,14 @@ def sharded_steps(config, recipe, windows, world, cp, clip=0.0, dtype=F64, froze
 
 SHARDED = {"all on": (ALL_ON, False), "all on, tied": (ALL_ON, True),
            "two levels, tied": (TWO_LEVELS, True), "ulysses": (Recipe("ulysses"), False),
-           "ulysses, tiled, tied": (Recipe("ulysses", checkpoint=1, tile=5), True)}
+           "ulysses, tiled, tied": (Recipe("ulysses", checkpoint=1, tile=5), True),
+           "ring": (replace(TWO_LEVELS, ring=2), False)}
 
 
 @pytest.mark.parametrize("clip", [0, 0.1])
 @pytest.mark.parametrize("name, world, cp", [
     *((name, 4, 2) for name in SHARDED), ("all on", 2, 2), ("all on", 4, 4),
-    ("all on, tied", 2, 1)])
+    ("ring", 4, 4), ("all on, tied", 2, 1)])
 def test_sharded_steps_equal_one_process(name, world, cp, clip):
     """A1, A3, F2: loss, norm, gradients and weights, with accumulation over unequal label counts,
     on one group or two. A10: clipped to a tenth of the norm of the whole gradient, the step is a
@@ -1407,8 +1414,8 @@ def rank_poisoned_step():
     job = job_of(2)
     model = train.shard_model(build(SMALL, 0), job.everyone, F64)
     optimizer = torch.optim.AdamW(model.parameters())
-    batch = [upipe.shard(*next(windows_of([38])), job.group)]
-    recipe = replace(ALL_ON, group=job.group)
+    batch = [upipe.shard(*next(windows_of([38])), job.groups["group"])]
+    recipe = replace(ALL_ON, **job.groups)
 
     def state():
         found = tree_leaves((model.state_dict(), optimizer.state_dict()["state"]))
@@ -1578,15 +1585,18 @@ def short(texts, *flags):
 BAD = [  # (ranks, flags, what the message must say)
     (1, "--model gpt5", "gpt5", "llama3-8b"), (1, "--ctx 5x", "5x", "128k"),
     (1, "--ctx 0", "0", "128k"), (1, "--ctxx 8", "--ctxx"),
-    (1, "--heads-per-stage 3", "heads_per_stage=3", "legal: 1, 2, 4"),
-    (2, "--heads-per-stage 3", "heads_per_stage=3", "legal: 2, 4"),
+    (1, "--heads-per-stage 3", "heads_per_stage=3", "legal: [1, 2, 4]"),
+    (2, "--heads-per-stage 3", "heads_per_stage=3", "legal: [2, 4]"),
+    (2, "--ring 3", "ring=3", "[1, 2]"), (2, "--ring 2 --ctx 3", "--ctx 3", "two tokens"),
+    (2, "--ring 2 --attention plain", "'plain'"),
     (2, "--cp 3", "--cp 3", "2 ranks"), (2, "--data DATA/nowhere", "nowhere"),
     (1, "--data DATA/empty", "empty"), (1, "--ctx 20k --data DATA/zeros.npy", "20k", "20481"),
     (1, "--data DATA/floats.npy", "floats.npy", "float64"),
     (1, "--data DATA/wide.bin", "wide.bin", "uint"),
     (2, "--data DATA/outside.npy --ctx 800", "outside.npy", "256"),
     (1, "--save DATA/wide.bin/run", "wide.bin"), (1, "--log DATA", "is a folder")]
-BAD += [(2, "--log /dev/full --data DATA/text.txt", "/dev/full", "space")] * os.path.exists("/dev/full")
+if os.path.exists("/dev/full"):
+    BAD += [(2, "--log /dev/full --data DATA/texts", "/dev/full", "space")]
 
 
 @pytest.mark.parametrize("world, flags, words", [(n, flags, words) for n, flags, *words in BAD])
@@ -2066,17 +2076,19 @@ def test_a_second_signal_stops_at_once(texts, tmp_path):
 # 17. Documents ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp, ring", [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("separator", [None, train.NO_ID, 0])
-def test_slices_of_a_window_are_its_shards_and_know_its_documents(separator, cp, texts, data):
+def test_parts_of_a_window_are_its_shards_and_know_its_documents(separator, cp, ring, texts, data):
     """A7, I3: shifted before the split, padded, the last tenth held out. Documents are files, or
     what follows an id; the last token of one has nothing to predict."""
     path = data / "zeros.npy"
     tokens, _ = train.open_data(str(texts if separator == train.NO_ID else path), 256)
     assert separator == train.NO_ID or len(tokens) == len(np.load(path)) * 9 // 10
     for start in (0, 7, len(tokens) - 140, len(tokens) - 20):
-        parts = [tokens.window(start, 130, cp, rank, separator) for rank in range(cp)]
-        ids, labels = (torch.cat(row) for row in list(zip(*parts))[:2])
+        jobs = [as_rank(rank, cp, ring) for rank in range(cp)]
+        parts = [tokens.window(start, job, 130, separator) for job in jobs]
+        order = torch.cat([job.places(130) for job in jobs]).argsort()
+        ids, labels = (torch.cat(row)[order] for row in list(zip(*parts))[:2])
         text = tokens.read(start, min(start + 131, len(tokens))).tolist()
         n, begins = len(text) - 1, []
         if separator == train.NO_ID:
@@ -2084,7 +2096,7 @@ def test_slices_of_a_window_are_its_shards_and_know_its_documents(separator, cp,
         if separator == 0:
             begins = [i + 1 for i, token in enumerate(text[:n - 1]) if token == 0]
         assert separator is None or all(docs.tolist() == [0, *begins] for _, _, docs in parts)
-        expected = torch.tensor(text[1:] + [IGNORE] * (cp * -(-130 // cp) - n))
+        expected = torch.tensor(text[1:] + [IGNORE] * (len(order) - n))
         expected[[b - 1 for b in begins]] = IGNORE
         assert torch.equal(labels, expected) and ids[:n].tolist() == text[:n]
 

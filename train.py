@@ -44,7 +44,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import fsdp
 
-from upipe import BadInput, GPT, GPTConfig, IGNORE, KERNELS, PRESETS, Recipe
+from upipe import (BadInput, GPT, GPTConfig, IGNORE, KERNELS, PRESETS, Recipe, token_spans,
+                   tokens_on_rank)
 
 NO_ID = -1  # no token
 
@@ -105,6 +106,7 @@ FLAGS = {
         "--rope-theta": Flag(positive, None, "base of the positions (default: the model's)")},
     "how memory is held": {  # the fields of upipe.Recipe, and more
         "--cp": Flag(count, None, "ranks that share one sequence (default: all)"),
+        "--ring": Flag(count, 1, "of so many members, for more ranks than heads (default: 1)"),
         "--attention": Flag(METHODS, None, "default: upipe; --checkpoint 0: the textbook's"),
         "--heads-per-stage": Flag(whole, 0, "over all ranks; 0 = fewest"),
         "--checkpoint": Flag(whole, None, "blocks per segment; 0 = off (default: 1; full host: 4)"),
@@ -225,7 +227,7 @@ def extra(name, flag=None):
 # Everything that flags, files and this machine decide is decided once, before any other rank is
 # asked, and never changed. `at` makes other settings, for instance of another length.
 
-SWITCHES = [switch.name for switch in fields(Recipe) if switch.name != "group"]  # each is a flag
+SWITCHES = [switch.name for switch in fields(Recipe) if "group" not in switch.name]  # each a flag
 
 
 class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine", "codec",
@@ -255,8 +257,13 @@ class Settings(make_dataclass("Flags", [*DEFAULTS, "config", "recipe", "machine"
         mesh = dist.init_device_mesh(device.type, (world // cp, cp), mesh_dim_names=("dp", "cp"))
         everyone = dist.init_device_mesh(device.type, (world, 1), mesh_dim_names=("all", "one"))
         dp_rank, cp_rank = mesh.get_coordinate()
-        return Job(dist.get_rank(), world, device, world // cp, dp_rank, cp, cp_rank,
-                   mesh["cp"].get_group(), everyone["one" if whole else "all"])
+        groups = dict(group=mesh["cp"].get_group())
+        if self.ring > 1:
+            rings = dist.init_device_mesh(device.type, (world // cp, self.ring, cp // self.ring),
+                                          mesh_dim_names=("dp", "ring", "heads"))
+            groups["subgroups"] = rings["heads"].get_group(), rings["ring"].get_group()
+        return Job(dist.get_rank(), world, device, world // cp, dp_rank, cp, cp_rank, self.ring,
+                   groups, everyone["one" if whole else "all"])
 
     def assemble(self, job):
         """(model, optimizer) as in the middle of a run: AdamW's moments exist."""
@@ -359,6 +366,9 @@ def make_settings(argv=None):
     settings = Settings(**flags, config=config, recipe=None, machine=machine, codec=codec,
                         saved=saved, given=known).at()  # fits the recipe
     settings.recipe.check(config, settings.cp)
+    refuse(settings.ring > 1 and settings.ctx < 2 * settings.cp,
+           f"--ctx {settings.ctx} with --ring {settings.ring}: give at least two tokens for each "
+           f"of {settings.cp} ranks")
     return settings
 
 
@@ -412,8 +422,19 @@ class Job:
     dp_rank: int
     cp: int                   # ranks that share a sequence
     cp_rank: int
-    group: dist.ProcessGroup  # those ranks
+    ring: int                 # members of a ring that they are
+    groups: dict              # these ranks, as Recipe wants them
     everyone: dist.DeviceMesh
+
+    def spans(self, length):
+        """Where this rank's tokens lie in a sequence: [(start, stop), ...], as upipe.shard() cuts
+        it."""
+        s = tokens_on_rank(length, self.cp, self.ring)
+        return token_spans(s, self.cp, self.ring, self.cp_rank)
+
+    def places(self, length):
+        """The same as one position for each token, [s]."""
+        return torch.cat([torch.arange(*span) for span in self.spans(length)])
 
     def say(self, text):
         if self.rank == 0:
@@ -459,7 +480,7 @@ def join(settings):
     elif machine := extra("machine"):
         torch.set_num_threads(machine.threads_here(ranks_here))
     if settings.one_rank_of:
-        extra("memory", "--one-rank-of").pretend(settings.world)
+        extra("memory", "--one-rank-of").pretend(settings.world, settings.cp, settings.ring)
         return settings.meet(device)
     timeout = timedelta(seconds=min(settings.timeout, 1e8))
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if world == 1 else {}
@@ -468,7 +489,8 @@ def join(settings):
         backend, first = "cpu:gloo,cuda:nccl", None
     dist.init_process_group(backend, timeout=timeout, device_id=first, **alone)
     job = settings.meet(device)
-    job.group.set_timeout(timeout)  # a new group does not inherit it
+    for group in (job.groups["group"], *job.groups.get("subgroups", ())):
+        group.set_timeout(timeout)  # a new group does not inherit it
     return job
 
 
@@ -510,18 +532,20 @@ class Tokens:
             ids[a - start:b - start] = found
         return ids
 
-    def window(self, start, ctx, cp, cp_rank, docs=None):
-        """A rank's slice of the window at `start`: inputs and labels, int64 [s], s = ceil(ctx/cp),
-        and, with docs, where documents start in the whole window.
+    def window(self, start, job, ctx, docs=None):
+        """A rank's part of the window at `start`: inputs and labels, int64 [s], and, with docs,
+        where documents start in the whole window.
 
-        The slice is that of upipe.shard(), without reading the rest. Labels are ignored beyond the
+        The part is that of upipe.shard(), without reading the rest. Labels are ignored beyond the
         window (cp may not divide ctx), beyond the data, and of a document's last token."""
-        s, end = -(-ctx // cp), min(start + ctx, len(self) - 1)  # the last token is but a label
-        a, b = (min(start + rank * s, end) for rank in (cp_rank, cp_rank + 1))
-        inputs, labels = torch.zeros(s, dtype=torch.int64), torch.full((s,), IGNORE)
-        if a < b:
-            ids = torch.from_numpy(self.read(a, b + 1))
-            inputs[:b - a], labels[:b - a] = ids[:-1], ids[1:]
+        at, end, done = job.places(ctx), min(start + ctx, len(self) - 1), 0  # end is but a label
+        inputs, labels = torch.zeros_like(at), torch.full_like(at, IGNORE)
+        for first, stop in job.spans(ctx):
+            a, b = min(start + first, end), min(start + stop, end)
+            if a < b:
+                ids = torch.from_numpy(self.read(a, b + 1))
+                inputs[done:done + b - a], labels[done:done + b - a] = ids[:-1], ids[1:]
+            done += stop - first
         if docs is None:
             return inputs, labels
         # Documents start with a file, and after each token `docs`: for those, read it all.
@@ -529,8 +553,7 @@ class Tokens:
         if docs != NO_ID and start < end:
             starts.update((np.flatnonzero(self.read(start, end - 1) == docs) + 1).tolist())
         starts = torch.tensor(sorted(starts))
-        last = starts[1:] - 1 - cp_rank * s
-        labels[last[(last >= 0) & (last < s)]] = IGNORE
+        labels[torch.isin(at, starts[1:] - 1)] = IGNORE
         return inputs, labels, starts
 
 
@@ -587,8 +610,8 @@ def open_data(data, vocab, tokenizer=None):
 
 def read_windows(job, tokens, starts, settings):
     """This rank's slices of windows, and the number of labels in all windows of all ranks."""
-    batch = job.together(lambda: [tokens.window(start, settings.ctx, job.cp, job.cp_rank,
-                                                settings.docs) for start in starts])
+    batch = job.together(lambda: [tokens.window(start, job, settings.ctx, settings.docs)
+                                  for start in starts])
     count = sum(int((labels != IGNORE).sum()) for _, labels, *_ in batch)
     return batch, job.agree(None, count)
 
@@ -1057,7 +1080,7 @@ def main(settings):
         rows = road.road(settings, job)
         return road.travel(rows, settings) if job.rank == 0 else 0
 
-    settings = replace(settings, recipe=replace(settings.recipe, group=job.group))
+    settings = replace(settings, recipe=replace(settings.recipe, **job.groups))
     lock = job.on_rank_0(lambda: claim(settings)) if settings.save else None
     with lock or nullcontext():  # rank 0 holds it until the job or its process ends
         data = find_data(job, settings)

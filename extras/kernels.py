@@ -34,24 +34,24 @@ def torch_kernel(impl):
     return Kernel(selecting(upipe.torch_forward), selecting(upipe.torch_backward))
 
 
-def flash_attn(way, q, mask, *tensors, **more):
+def flash_attn(way, q, k, mask, *tensors, **more):
     """A pass of the package flash-attn, for which even one document has edges."""
     import flash_attn.flash_attn_interface as fa
-    one = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
-    edges = one if mask.edges is None else mask.edges
+    one = torch.tensor([[0, len(q)], [0, len(k)]], dtype=torch.int32, device=q.device)
+    edges = one if mask.edges is None else (mask.edges, mask.edges)
     return getattr(fa, f"_flash_attn_varlen_{way}")(
-        *tensors, edges, edges, len(q), len(q), dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5,
-        causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-        **more)
+        *tensors, *edges, len(q), len(k), dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5,
+        causal=mask.causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+        alibi_slopes=None, **more)
 
 
 def flash_attn_forward(q, k, v, mask):
-    return flash_attn("forward", q, mask, q, k, v, return_softmax=False)[:2]
+    return flash_attn("forward", q, k, mask, q, k, v, return_softmax=False)[:2]
 
 
 def flash_attn_backward(do, q, k, v, o, lse, mask):
     grads = [torch.empty_like(x) for x in (q, k, v)]
-    flash_attn("backward", q, mask, do, q, k, v, o, lse, *grads, deterministic=False)
+    flash_attn("backward", q, k, mask, do, q, k, v, o, lse, *grads, deterministic=False)
     return grads
 
 
@@ -59,29 +59,29 @@ def no_seed(q):  # of dropout, and its offset
     return torch.zeros(2, dtype=torch.int64, device=q.device).unbind()
 
 
-def cudnn_forward(q, k, v):
+def cudnn_forward(q, k, v, causal):
     """cuDNN takes grouped heads as they are: one of the u/n repetitions that aten_kernel makes. Its
     lse is [n, u/n, S] or, in some versions, [n, u/n, S, 1]."""
     o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        q, k[:, :1], v[:, :1], None, True, 0.0, True)
+        q, k[:, :1], v[:, :1], None, True, 0.0, causal)
     return o, lse.view(q.shape[:3])
 
 
-def cudnn_backward(do, q, k, v, o, lse):
+def cudnn_backward(do, q, k, v, o, lse, causal):
     return aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k[:, :1], v[:, :1], o, lse[..., None].contiguous(), *no_seed(q), None, None, None,
-        q.shape[2], q.shape[2], 0.0, True)
+        q.shape[2], k.shape[2], 0.0, causal)
 
 
-def efficient_forward(q, k, v):
-    o, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
+def efficient_forward(q, k, v, causal):
+    o, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
     return o, lse[..., :q.shape[2]]  # its end is padded
 
 
-def efficient_backward(do, q, k, v, o, lse):
+def efficient_backward(do, q, k, v, o, lse, causal):
     padded = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
     return aten._scaled_dot_product_efficient_attention_backward(
-        do, q, k, v, None, o, padded, *no_seed(q), 0.0, [True, True, True, False], True)[:3]
+        do, q, k, v, None, o, padded, *no_seed(q), 0.0, [True, True, True, False], causal)[:3]
 
 
 upipe.KERNELS.update({"torch": torch_kernel(None),  # it puts itself back in place, too
@@ -91,22 +91,24 @@ upipe.KERNELS.update({"torch": torch_kernel(None),  # it puts itself back in pla
                       "efficient": aten_kernel(efficient_forward, efficient_backward)})
 
 
-def kernel_error(name, u, n, d, dtype, device, documents=False, S=200):
+def kernel_error(name, u, n, d, dtype, device, form="causal", S=200):
     """Why kernel `name` cannot be used for stages of u query and n kv heads, or None.
 
-    documents: whether attention is to stay inside documents, of which there are two then."""
+    form: "causal"; "documents", of which there are two; "ring": every query sees half of the keys.
+    """
     draw = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(S, heads, d, generator=draw).to(device, dtype)
-                   for heads in (u, n, n, u))
+    keys = S // 2 if form == "ring" else S
+    q, k, v, do = (torch.randn(length, heads, d, generator=draw).to(device, dtype)
+                   for length, heads in ((S, u), (keys, n), (keys, n), (S, u)))
     edges = torch.tensor([0, S // 3, S], dtype=torch.int32, device=device)
-    mask = upipe.Mask(edges if documents else None)
+    mask = upipe.Mask(edges if form == "documents" else None, form != "ring")
     try:
         o, lse = upipe.flash_forward(q, k, v, name, mask)
         grads = upipe.flash_backward(do, q, k, v, o, lse, name, mask)
     except Exception as error:  # whatever a kernel throws at what it cannot do
         return str(error).split("\n")[0]
-    seen = torch.ones(S, S, dtype=torch.bool).tril()
-    if documents:
+    seen = torch.ones(S, keys, dtype=torch.bool).tril(0 if mask.causal else S)
+    if form == "documents":
         seen[S // 3:, :S // 3] = False
     inputs = [x.double().cpu().requires_grad_() for x in (q, k, v)]
     with attention.sdpa_kernel(attention.SDPBackend.MATH):
@@ -134,16 +136,18 @@ def choose_kernel(settings, job):
         here = [name for name, package in PACKAGES.items() if installed(package)] + own
         on_gpu = here if settings.dtype == "bfloat16" else ["efficient"]
         names = ["cpu"] if job.device.type == "cpu" else on_gpu
-    queries, kvs = upipe.stages(config.n_heads, config.n_kv_heads, job.cp,
-                                recipe.stage_heads(config, job.cp))[0][::-1]
+    P = job.cp // job.ring
+    queries, kvs = upipe.stages(config.n_heads, config.n_kv_heads, P,
+                                recipe.stage_heads(config, P))[0][::-1]
     sizes = (queries[0].stop, kvs.stop, config.head_dim, getattr(torch, settings.dtype),
              job.device)
+
+    forms = ["causal"] + ["documents"] * (settings.docs is not None) + ["ring"] * (job.ring > 1)
 
     def choose():
         right = []
         for name in names:
-            errors = [kernel_error(name, *sizes, documents)
-                      for documents in {False, settings.docs is not None}]
+            errors = [kernel_error(name, *sizes, form) for form in forms]
             error = next(filter(None, errors), None)
             if not error:
                 right.append(name)

@@ -187,7 +187,7 @@ def simulated_kernel():
         """dq adds up in float32; rowsum(do o) is a float32 for each query; with grouped heads, dk
         and dv of every query head (bfloat16) before they are summed."""
         S, u, d = q.shape
-        size = 4 * S * u * (d + 1) + (2 * 2 * S * u * d if k.shape[1] < u else 0)
+        size = 4 * S * u * (d + 1) + (2 * 2 * len(k) * u * d if k.shape[1] < u else 0)
         return q.new_empty(size, dtype=torch.uint8)
 
     def backward(do, q, k, v, o, lse, mask):
@@ -210,8 +210,8 @@ def abridged():
 def prepare(settings, job):
     """(model, optimizer, step): step(docs) is a forward and backward pass over random tokens."""
     model, optimizer = settings.assemble(job)
-    recipe = replace(settings.recipe, group=job.group)
-    tokens = torch.randint(settings.config.vocab_size, (-(-settings.ctx // job.cp),),
+    recipe = replace(settings.recipe, **job.groups)
+    tokens = torch.randint(settings.config.vocab_size, (len(job.places(settings.ctx)),),
                            device=job.device)
     return model, optimizer, lambda docs=None: model(
         tokens, tokens, recipe, settings.ctx, docs).backward()
@@ -232,16 +232,17 @@ def metered_step(settings, job):
     return meter
 
 
-def pretend(world):
-    """Act as rank 0 of `world`: collectives do nothing."""
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+def pretend(world, cp=1, ring=1):
+    """Act as rank 0 of `world`: collectives do nothing. Of a ring, as the first rank of the last
+    member, whose kernels are given the most queries."""
+    dist.init_process_group("fake", rank=cp - cp // ring, world_size=world, store=FakeStore())
 
 
 def simulate(settings, pages=abridged):
-    """metered_step of rank 0 of settings.world, without memory and without the other ranks."""
+    """metered_step of one rank of settings.world, without memory and without the others."""
     kernel = upipe.KERNELS["cpu"] if settings.device == "cpu" else simulated_kernel()
     kernel = kernel._replace(limit=math.inf)  # the verdict names it
-    pretend(settings.world)
+    pretend(settings.world, settings.cp, settings.ring)
     try:
         job = settings.meet(torch.device("cpu"))
         settings = replace(settings, recipe=replace(settings.recipe, kernel="simulated"))
@@ -317,9 +318,10 @@ def verdict(settings, report):
     kernel can index; up to 1 fits."""
     machine, most = settings.machine, usable(settings)
     name = "GPU   " if settings.device == "cuda" else "memory"
-    u = settings.recipe.stage_heads(settings.config, settings.cp) // settings.cp
-    tokens = -(-settings.ctx // settings.cp) * settings.cp
-    call = tokens * u * settings.config.head_dim / (2**31 - 1)  # q is [S, u, d]
+    P = settings.cp // settings.ring
+    u = settings.recipe.stage_heads(settings.config, P) // P
+    tokens = upipe.tokens_on_rank(settings.ctx, settings.cp, settings.ring) * P
+    call = tokens * u * settings.config.head_dim / (2**31 - 1)  # q is [S/R, u, d]
     node, room = report.host * machine.ranks, HOST_SHARE * machine.host
     card, host = (f"{size / GIB:,.2f}".rstrip("0").rstrip(".")  # 80, 3.5
                   for size in (machine.card, machine.host))
@@ -370,7 +372,7 @@ def too_large(settings):
     of the memory if every block kept a hundred tensors [s, D] in float32 and nothing were
     sharded."""
     config = settings.config
-    s, states = -(-settings.ctx // settings.cp), 16 * parameters(settings)
+    s, states = settings.ctx / settings.cp, 16 * parameters(settings)
     most = 4 * s * (100 * config.n_layers * config.dim + 10 * config.vocab_size) + states
     if most < settings.machine.card / 4:
         return None

@@ -79,15 +79,17 @@ def step_passes(settings):
 def print_plan(settings, job):
     c, recipe, sequences = settings.config, settings.recipe, settings.grad_accum * job.dp
     attention, rest = (3 * sequences * flops for flops in forward_flops(settings))
-    U = recipe.stage_heads(c, job.cp)
-    n = sum(len(queries) for _, queries in stages(c.n_heads, c.n_kv_heads, job.cp, U))
+    P = job.cp // job.ring
+    U = recipe.stage_heads(c, P)
+    n = sum(len(queries) for _, queries in stages(c.n_heads, c.n_kv_heads, P, U))
+    ring = f", a ring of {job.ring} x {P}" if job.ring > 1 else ""
     on = [name for name in ("keep_attention", "offload", "stream") if getattr(recipe, name)]
     size = tqdm.format_sizeof
     job.say(f"model     {settings.model}: {size(parameters(settings))} parameters, {c.n_layers} "
             f"layers of width {c.dim}, {c.n_heads} heads and {c.n_kv_heads} kv heads of "
             f"{c.head_dim}, {settings.dtype}\n"
             f"context   {settings.ctx:,} tokens over {job.cp} of {job.world} {job.device.type} "
-            f"ranks\n"
+            f"ranks{ring}\n"
             f"recipe    {recipe.attention}, stages per layer: {n}, heads per stage: {U}, "
             f"kernel {recipe.kernel}, tile {recipe.tile or 'off'}, "
             f"checkpoint {recipe.checkpoint}{', '.join(['', *on])}\n"

@@ -21,23 +21,24 @@ class Recall:
     def __len__(self):
         return self.windows * self.ctx + 1
 
-    def window(self, start, ctx, cp, cp_rank, docs=None):
+    def window(self, start, job, ctx, docs=None):
         """As Tokens.window. Any rank makes any part of any window, without the rest of it."""
         rng, n = np.random.default_rng([self.seed, start]), self.pairs
         keys = rng.permutation(self.KEYS)[:n]
         values = self.KEYS + self.VALUES * keys + rng.integers(self.VALUES, size=n)
         pairs = np.stack((keys, values), axis=1)
         asked = rng.permutation(pairs)
-        s, noise = -(-self.ctx // cp), self.KEYS * (1 + self.VALUES)
-        at = np.arange(s) + cp_rank * s
+        at, noise = job.places(self.ctx).numpy(), self.KEYS * (1 + self.VALUES)
+        # A ring's first member has the window's end, too: there, noise is behind the questions.
+        end = self.ctx - (self.ctx // (2 * job.ring) if job.ring > 1 else 0)
         inputs = noise + ((at + start) * 2654435761 >> 16) % (256 - noise)
-        labels = np.full(s, IGNORE)
-        for begin, what in ((0, pairs), (self.ctx - 2 * n, asked)):
+        labels = np.full(len(at), IGNORE)
+        for begin, what in ((0, pairs), (end - 2 * n, asked)):
             here = (at >= begin) & (at < begin + 2 * n)
             inputs[here] = what.ravel()[at[here] - begin]
-        question = (at >= self.ctx - 2 * n) & (at < self.ctx) & ((self.ctx - at) % 2 == 0)
+        question = (at >= end - 2 * n) & (at < end) & ((end - at) % 2 == 0)
         question &= start < len(self) - 1  # beyond the last window nothing is asked
-        labels[question] = asked[(at[question] - self.ctx) // 2, 1]
+        labels[question] = asked[(at[question] - end) // 2, 1]
         return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 

@@ -44,10 +44,11 @@ def road(settings, job=None):
 
 def rows_of_road(settings):
     """(name, its Settings, whether each rank has the whole model) for each row."""
-    own = {**vars(settings.recipe), "cp": settings.cp}
+    own = {**vars(settings.recipe), "cp": settings.cp // settings.ring}
     state = dict(heads_per_stage=0, checkpoint=0, keep_attention=False, offload=False, stream=False,
-                 tile=0)
-    for name, changes in ROAD:
+                 tile=0, ring=1)
+    ring = ("+ ring", dict(ring=settings.ring, cp=settings.cp))  # on so many times as many ranks
+    for name, changes in (*ROAD, ring) if settings.ring > 1 else ROAD:
         state.update({key: own[key] if value is None else value for key, value in changes.items()})
         yield name, settings.at(**{key: state[key] for key in state if key != "fsdp"}), (
             not state["fsdp"])
@@ -216,7 +217,7 @@ def loss_by_position(job, model, batch, settings, buckets=64):
     for inputs, labels, *docs in batch:
         inputs, labels = inputs.to(job.device), labels.to(job.device)
         losses = model.token_losses(inputs, labels, settings.recipe, *docs).double()
-        at = torch.arange(len(inputs), device=job.device) + job.cp_rank * len(inputs)
+        at = job.places(ctx).to(job.device)
         bucket = (at * buckets // ctx).clamp(max=buckets - 1)
         sums[0].index_add_(0, bucket, losses)
         sums[1].index_add_(0, bucket, (labels != IGNORE).double())

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from extras.recall import Recall
-from test_upipe import RANKS, check_resumed, rank_main, records
+from test_upipe import RANKS, as_rank, check_resumed, rank_main, records
 from upipe import IGNORE
 
 
@@ -11,18 +11,22 @@ def test_a_window_of_recall_is_the_same_for_any_number_of_ranks():
     """Pairs first, noise, then every key once more; labels only where a value follows."""
     for ctx in (64, 100, 2000):
         task = Recall(0, ctx, 10)
-        ids, labels = task.window(3 * ctx, ctx, 1, 0)
+        ids, labels = task.window(3 * ctx, as_rank(0, 1), ctx)
         for cp in (2, 4):
-            parts = [task.window(3 * ctx, ctx, cp, rank) for rank in range(cp)]
+            parts = [task.window(3 * ctx, as_rank(rank, cp), ctx) for rank in range(cp)]
             for i, x in enumerate((ids, labels)):
                 assert torch.equal(torch.cat([part[i] for part in parts])[:ctx], x)
+        for rank in range(2):  # of a ring: one has the pairs, the other one is asked
+            ring = task.window(3 * ctx, as_rank(rank, 2, 2), ctx)
+            assert (ring[0][:2 * task.pairs] == ids[:2 * task.pairs]).all() == (rank == 0)
+            assert (ring[1] != IGNORE).any() == (rank == 1)
         n = task.pairs
         pairs = dict(ids[:2 * n].view(n, 2).tolist())
         asked = (labels != IGNORE).nonzero().flatten().tolist()
         assert len(asked) == len(pairs) == n and min(asked) >= ctx - 2 * n > 2 * n
         assert all(pairs[ids[i].item()] == labels[i].item() for i in asked)
-        assert not torch.equal(ids, task.window(4 * ctx, ctx, 1, 0)[0])
-        assert (task.window(10 * ctx, ctx, 1, 0)[1] == IGNORE).all()
+        assert not torch.equal(ids, task.window(4 * ctx, as_rank(0, 1), ctx)[0])
+        assert (task.window(10 * ctx, as_rank(0, 1), ctx)[1] == IGNORE).all()
 
 
 def rank_recall(flags, cut):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from extras import need, read_json
-from upipe import BadInput
+from upipe import BadInput, shard
 
 PIECE = 2**16  # characters: a tokenizer takes 40 to 100 bytes of memory for each
 CUTS = [re.compile(text) for text in (
@@ -186,13 +186,12 @@ def sample(job, model, settings):
     ids = codec.encode(settings.prompt) or [0]
     for _ in range(settings.sample):
         window = torch.tensor(ids[-settings.ctx:])
-        s, last = -(-len(window) // job.cp), len(window) - 1
-        here = torch.zeros(s * job.cp, dtype=torch.int64)
-        here[:len(window)] = window
-        here = here[job.cp_rank * s:][:s].to(job.device)
-        at = model.logits(here, settings.recipe)[last % s]  # [V]: right on one rank of a group
-        chances = (at.float().cpu() / 0.8).softmax(-1)
+        here, _ = shard(window, window, job.groups["group"], job.ring)
+        logits = model.logits(here.to(job.device), settings.recipe)  # [s, V]
+        last = job.places(len(window)) == len(window) - 1
+        chances = (logits[last.nonzero().sum()].float().cpu() / 0.8).softmax(-1)
         token = torch.multinomial(chances, 1, generator=generator).to(job.device)
-        dist.broadcast(token, src=last // s)  # group 0 is ranks 0 to cp - 1
+        token *= bool(last.any()) and job.dp_rank == 0  # right on one rank; 0 on all others
+        dist.all_reduce(token)
         ids.append(token.item())
     return codec.decode(ids)
