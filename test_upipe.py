@@ -2008,6 +2008,7 @@ def test_a_file_that_is_no_log_stays(poem, texts, tmp_path):
 def test_a_run_is_not_mixed_up_with_another(texts, whole, tmp_path):
     """What a run cannot change is refused by name; so is a folder that another run has used, and
     another text, be it of the same length."""
+    pytest.importorskip("extras.guard")  # it takes the fingerprint
     folder = whole(*RUNS["two ranks, all on"])
     other = shutil.copytree(texts, tmp_path / "other")
     (other / "04.txt").write_bytes((texts / "04.txt").read_bytes()[::-1])
