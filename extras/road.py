@@ -147,18 +147,14 @@ def travel(rows, settings):
 def stand_in():
     """Let collectives bring this rank's own data, as if all ranks had the same: finite numbers, at
     the cost of a copy. FSDP calls them by other names from PyTorch 2.13 on."""
+    def send(output, input, **_):  # as much as there is room for, as often as there is room for it
+        own = input.reshape(-1)[:output.numel()]
+        output.view(-1, len(own)).copy_(own.expand(output.numel() // len(own), -1))
+
     def gather(output_tensor, input_tensor, **_):
-        whole = output_tensor.view(-1, input_tensor.numel())
-        whole.copy_(input_tensor.reshape(1, -1).expand(len(whole), -1))
-
-    def reduce_scatter(output, input, **_):
-        output.copy_(input.view(-1)[:output.numel()].view_as(output))
-
-    def exchange(output, input, **_):
-        output.copy_(input)
-    ours = dict(all_gather_into_tensor=gather, all_gather_single=gather,
-                reduce_scatter_tensor=reduce_scatter, reduce_scatter_single=reduce_scatter,
-                all_to_all_single=exchange)
+        send(output_tensor, input_tensor)
+    ours = dict(all_gather_into_tensor=gather, all_gather_single=gather, all_to_all_single=send,
+                reduce_scatter_tensor=send, reduce_scatter_single=send)
     return patch.multiple(dist, **{name: ours[name] for name in ours if hasattr(dist, name)})
 
 
