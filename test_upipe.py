@@ -75,8 +75,7 @@ from upipe import GPT, GPTConfig, IGNORE, PRESETS, Recipe
 
 torch.set_num_threads(1)  # a thread per rank: here and in the worker processes below
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-GPU = torch.cuda.is_available()
-cuda = pytest.mark.skipif(not GPU, reason="needs a GPU")  # tests without it are the CPU's
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")  # tests without it are the CPU's
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # and so are their processes
 
 
@@ -242,13 +241,6 @@ RANKS = {C: Ranks(C) for C in (1, 2, 4)}
 def hide_the_gpu(request, monkeypatch):
     if cuda.mark not in request.node.iter_markers():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def stop_ranks():
-    yield
-    for ranks in RANKS.values():
-        ranks.stop()
 
 
 # 3. Meters ----------------------------------------------------------------------------------------
@@ -724,7 +716,8 @@ def test_stage_buffers_never_move(K, U):
 @given(st.lists(st.tuples(st.sampled_from(["park", "drop", "fetch", "rows"]), st.integers(0, 9)),
                 max_size=40))
 def test_the_host_store_returns_what_was_parked_and_reuses_its_slabs(orders):
-    """In any order of parking, fetching, dropping: right values, exact counts, no slab leaked."""
+    """D1: in any order of parking, fetching, dropping: right values, slabs no larger than what they
+    hold, none leaked; and none of a size that is gone stays."""
     store, parked, most, size = upipe.HostStore(), [], 0, 7 * 3 * 4
     for n, (order, i) in enumerate(orders):
         if order == "park":
@@ -743,17 +736,9 @@ def test_the_host_store_returns_what_was_parked_and_reuses_its_slabs(orders):
         assert store.bytes == len(parked) * size
         assert store.slab_bytes == most * size  # a free slab is used before a new one is made
     assert all(torch.equal(entry.fetch(), x) for entry, x in parked)
-
-
-def test_slabs_are_no_larger_than_what_they_hold():
-    """D1: 1.05 x 2^k bytes take at most 5% more; slabs of sizes that are gone do not stay."""
-    store, odd = upipe.HostStore(), torch.zeros(int(1.05 * 2 ** 18))
-    parked = [store.park(odd) for _ in range(32)]
-    assert store.bytes == 32 * odd.nbytes
-    assert store.bytes <= store.slab_bytes <= 1.05 * store.bytes
     parked.clear()
-    parked.append(store.park(torch.zeros(100)))
-    assert store.bytes == 400 and store.slab_bytes <= 420
+    parked.append(store.park(torch.zeros(33)))
+    assert store.bytes == store.slab_bytes == 33 * 4
 
 
 def test_pinned_pages_are_whole_and_released_before_they_go(monkeypatch):
@@ -1199,20 +1184,15 @@ def sharded_steps(config, recipe, windows, world, cp, clip=0.0, dtype=F64, froze
     return steps
 
 
-SHARDED = {"all on": (ALL_ON, False), "all on, tied": (ALL_ON, True),
-           "two levels, tied": (TWO_LEVELS, True), "ulysses": (Recipe("ulysses"), False),
-           "ulysses, tiled, tied": (Recipe("ulysses", checkpoint=1, tile=5), True)}
-
-
 @pytest.mark.parametrize("clip", [0, 0.1])
-@pytest.mark.parametrize("name, world, cp", [
-    *((name, 4, 2) for name in SHARDED), ("all on", 2, 2), ("all on", 4, 4),
-    ("all on, tied", 2, 1)])
-def test_sharded_steps_equal_one_process(name, world, cp, clip):
+@pytest.mark.parametrize("recipe, tied, world, cp", [
+    (ALL_ON, False, 4, 2), (ALL_ON, True, 4, 2), (TWO_LEVELS, True, 4, 2),
+    (Recipe("ulysses"), False, 4, 2), (Recipe("ulysses", checkpoint=1, tile=5), True, 4, 2),
+    (ALL_ON, False, 2, 2), (ALL_ON, False, 4, 4), (ALL_ON, True, 2, 1)])
+def test_sharded_steps_equal_one_process(recipe, tied, world, cp, clip):
     """A1, A3, F2: loss, norm, gradients and weights, with accumulation over unequal label counts,
     on one group or two. A10: clipped to a tenth of the norm of the whole gradient, the step is a
     tenth of it."""
-    recipe, tied = SHARDED[name]
     config, groups = replace(THREE, tie_embeddings=tied), world // cp
     windows = list(windows_of([38, 3, 17, 40][:2 * groups]))
     sharded_steps(config, recipe, [windows[g::groups] for g in range(groups)], world, cp, clip)
@@ -1516,10 +1496,9 @@ def test_what_a_system_lacks_is_not_touched_unless_used(monkeypatch):
 
 def rank_finds(steps):
     """What a rank says that finds a checkpoint of step steps[rank]."""
-    job = job_of(1)
+    found = SimpleNamespace(saved=dict(step=steps[dist.get_rank()]), save="run")
     with pytest.raises(upipe.BadInput) as refused:
-        train.load_state(job, SimpleNamespace(saved=dict(step=steps[job.rank]), save="run"),
-                         None, None, 0)
+        train.load_state(job_of(1), found, None, None, 0)
     return str(refused.value)
 
 
