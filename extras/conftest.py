@@ -1,2 +1,2 @@
 """Fixtures of test_upipe.py that the tests of this folder use too."""
-from test_upipe import hide_the_gpu, stop_ranks, texts, whole  # noqa: F401
+from test_upipe import data, hide_the_gpu, texts, whole  # noqa: F401

@@ -5,7 +5,7 @@ import torch
 import upipe
 from extras import installed
 from extras.kernels import PACKAGES
-from test_upipe import BF16, F32, QUICK, assert_close, cuda, main, ref_attention
+from test_upipe import BF16, F32, assert_close, cuda, main, ref_attention
 
 
 @pytest.mark.parametrize("what", ["output", "dq", "dk", "dv"])
@@ -20,7 +20,7 @@ def test_a_kernel_that_is_wrong_by_a_thousandth_is_refused_by_name(what, monkeyp
     def backward(*args):
         return [spoilt(name, x) for name, x in zip(("dq", "dk", "dv"), cpu.backward(*args))]
     monkeypatch.setitem(upipe.KERNELS, "wrong", upipe.Kernel(forward, backward))
-    said = main(1, *QUICK, "--kernel", "wrong")
+    said = main(1, "--kernel", "wrong")
     assert f"kernel wrong cannot be used here: its {what} is wrong by 1.0e-03" in said
 
 

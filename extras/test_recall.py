@@ -52,6 +52,7 @@ def test_recall_is_learned_by_attention_across_ranks_alone(cut, tmp_path):
     assert 1.3 < loss < 3 if cut else loss < 0.7, out
 
 
-def test_recall_goes_on_bit_for_bit(whole):
+def test_recall_goes_on_bit_for_bit(whole, tmp_path):
     """G1, as for text."""
-    check_resumed(2, whole(2, "--task", "recall", "--no-keep-attention", "--checkpoint", 2))
+    flags = "--task", "recall", "--no-keep-attention", "--checkpoint", 2
+    check_resumed(2, whole(2, *flags), tmp_path)

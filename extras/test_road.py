@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 import train
 from extras.road import loss_by_position
-from test_upipe import launch, main, short
+from test_upipe import execute, main, program, short
 
 
 def test_one_rank_of_many_needs_what_the_dry_run_says(tmp_path):
     """Measured alone, one rank of 4 (more than there are kv heads) holds what is simulated."""
     seen = tmp_path / "one.json"
-    launch(0, ["--one-rank-of", "4", "--ctx", "2k", "--layers", "2", "--checkpoint", "2",
-               "--offload", "--json", seen])
+    execute(*program(["--one-rank-of", "4", "--ctx", "2k", "--layers", "2", "--checkpoint", "2",
+                      "--offload", "--json", seen]))
     figures = json.loads(seen.read_text())
     assert figures["device_bytes"] == pytest.approx(figures["simulated_device_bytes"], rel=0.02)
     assert figures["host_bytes"] == figures["simulated_host_bytes"]
