@@ -75,7 +75,7 @@ from upipe import GPT, GPTConfig, IGNORE, PRESETS, Recipe
 
 torch.set_num_threads(1)  # a thread per rank: here and in the worker processes below
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")  # tests without it are the CPU's
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # and so are their processes
 
 
@@ -364,18 +364,17 @@ class Case:
 
 
 @functools.cache
-def subgroups(world, R):
-    """Of R members: this rank's groups, of P ranks that exchange heads and of R. `world` is theirs;
-    groups of another one are others."""
-    mesh = init_device_mesh("cpu", (R, world.size() // R), mesh_dim_names=("ring", "heads"))
-    return mesh["heads"].get_group(), mesh["ring"].get_group()
+def groups_of(world, ring):
+    """This rank's groups, made once for each world."""
+    wanted = SimpleNamespace(cp=world.size(), ring=ring)
+    return train.Settings.meet(wanted, torch.device("cpu")).groups
 
 
 def here(recipe):
     """The recipe with the groups of this process."""
     if recipe.ring == 1:
         return recipe
-    return replace(recipe, subgroups=subgroups(dist.group.WORLD, recipe.ring))
+    return replace(recipe, **groups_of(dist.group.WORLD, recipe.ring))
 
 
 def trained(config, frozen):
