@@ -40,6 +40,7 @@ Read beside it: DeepSpeed Ulysses, arXiv 2309.14509; Untied Ulysses (UPipe), arX
 import math
 import mmap
 import weakref
+from bisect import bisect
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -443,14 +444,13 @@ class GPT(nn.Module):
         places = [torch.arange(a, b, device=device) for a, b in token_spans(s, C, R, rank)]
         positions, edges, ring, heads = torch.cat(places), None, None, recipe.group
         if docs is not None:
-            edges = document_edges(docs, C * s)
-            starts = edges.to(device)
-            positions -= starts[torch.searchsorted(starts, positions, right=True) - 1]
+            edges = document_edges(docs, C * s).to(device)
+            positions -= edges[torch.searchsorted(edges, positions, right=True) - 1]
+        mask = Mask(edges)
         if R > 1:
             heads, group = recipe.subgroups
             r = dist.get_rank(group)
-            ring = Ring(group, r, R, ring_steps(r, R, s * C // (2 * R), edges))
-        mask = ring.steps[0][2] if ring else Mask(edges)
+            ring = Ring(group, r, R, ring_steps(r, R, s * C // (2 * R), mask))
         dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
         rope = rotary(self.config, positions, dtype)
         return Pass(self.config, recipe, C // R, heads, ring, s, rope, mask, self.stage_buffers,
@@ -1450,23 +1450,24 @@ def token_spans(s, C, R, rank):
     return [(start, stop) for start, stop in spans if start < stop]
 
 
-def ring_steps(r, R, c, edges):
-    """The steps of member r, for chunks of c tokens and documents at `edges` (None: one document).
+def ring_steps(r, R, c, mask):
+    """The steps of member r, for chunks of c tokens and the Mask of the whole sequence.
 
     Of two members' tokens, only one document can have a part of both: the one that has the last of
     the keys. It ends after some of the queries and begins before some of the keys."""
     def before(place, member):  # how many of a member's tokens are before this place
-        return sum((place - chunk * c).clamp(0, c) for chunk in (member, 2 * R - 1 - member))
+        return sum(min(max(place - chunk * c, 0), c) for chunk in (member, 2 * R - 1 - member))
 
-    own = None if edges is None else torch.unique(before(edges, r)).to(torch.int32)
-    edges = torch.tensor([0, 2 * R * c]) if edges is None else edges
-    steps = [(slice(0, 2 * c), slice(0, 2 * c), Mask(own))]
+    edges, own = [0, 2 * R * c], mask
+    if mask.edges is not None:
+        edges = mask.edges.tolist()
+        own = Mask(mask.edges.new_tensor(sorted({before(edge, r) for edge in edges})))
+    steps = [(slice(0, 2 * c), slice(0, 2 * c), own)]
     for member in ((r - j) % R for j in range(1, R)):
         first, stop, last = (0, c, member) if member < r else (c, 2 * c, 2 * R - 1 - member)
-        i = torch.searchsorted(edges, last * c + c - 1, right=True)  # the document of the last key
-        steps.append((slice(first, max(first, int(before(edges[i], r)))),
-                      slice(min(stop, int(before(edges[i - 1], member))), stop),
-                      Mask(causal=False)))
+        i = bisect(edges, last * c + c - 1)  # the document of the last key is edges[i - 1:i + 1]
+        steps.append((slice(first, max(first, before(edges[i], r))),
+                      slice(min(stop, before(edges[i - 1], member)), stop), Mask(causal=False)))
     return steps
 
 

@@ -43,6 +43,7 @@ KINDS = dict(
     rotary="rotary tables", token_losses="logits tile",
     logits="logits tile", __init__="weight gradients", done="weight gradients",
     flash_forward="kernel outputs", flash_backward="kernel outputs", slab="parked",
+    ring_forward="sums over the ring", ring_backward="sums over the ring",
     **dict.fromkeys(("rows", "load", "collect", "output_gradient", "heads", "add_mlp",
                      "add_attention", "mlp_backward", "tile_grads", "add", "project_backward",
                      "ulysses_attention", "forward", "rms_norm"), "activations"))
@@ -84,7 +85,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its local tensors will come by
-        run = partial(waited, op) if op.namespace == "c10d" else op
+        together = op.namespace == "c10d" and "send" not in op.name() and "recv" not in op.name()
+        run = partial(waited, op) if together else op
         out = run(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
@@ -387,7 +389,8 @@ def too_large(settings):
 
 
 def switches(settings):
-    return {name: value for name, value in vars(settings.recipe).items() if name != "group"}
+    return {name: value for name, value in vars(settings.recipe).items()
+            if "group" not in name and (name != "ring" or value > 1)}
 
 
 def out_of_memory(settings):

@@ -27,7 +27,8 @@ LONG = 16 * 1024
 TINY = replace(PRESETS["tiny"], n_layers=2)
 LEAN = Recipe("upipe", checkpoint=1, keep_attention=True, tile=256)
 RECIPES = {"lean": LEAN, "attention twice": replace(LEAN, keep_attention=False),
-           "U = H": replace(LEAN, attention="ulysses"), "autograd Ulysses": Recipe("ulysses")}
+           "U = H": replace(LEAN, attention="ulysses"), "autograd Ulysses": Recipe("ulysses"),
+           "ring": replace(LEAN, heads_per_stage=2, ring=2)}
 cached_model = functools.cache(GPT)
 
 
@@ -60,7 +61,8 @@ def benchmark(tests, repeats=5):
     seconds = dict(zip(RECIPES, np.array(turns[1:]).T))  # the first turn warms up
     for what, slow, least in (("keep_attention / attention twice", "attention twice", 1.2),
                               ("UPipe, U = C / Ulysses, U = H", "U = H", 0.95),
-                              ("lean UPipe / autograd Ulysses", "autograd Ulysses", 0.85)):
+                              ("lean UPipe / autograd Ulysses", "autograd Ulysses", 0.85),
+                              ("P = 2 / a ring of 2, both U = 2", "ring", 0.91)):
         ratio = np.median(seconds[slow] / seconds["lean"])
         print(f"{what:37} {ratio:.2f} x the speed, at least {least}")
     print("seconds per step: " + ", ".join(f"{name} {np.median(turns):.1f}"

@@ -29,7 +29,8 @@ def dry(*flags):
 def watched_row(C, row):
     """(Settings, whole) of one row of the road on C ranks of a CPU, for WATCHED."""
     settings = dry("--device", "cpu", "--model", "tiny", "--ctx", "600", "--world", str(C),
-                   "--tile", "64", "--dtype", "float32", "--stream", "--offload")
+                   "--tile", "64", "--dtype", "float32", "--stream", "--offload",
+                   "--ring", "2" if row == "+ ring" else "1")
     rows = rows_of_road(replace(settings, config=WATCHED[C]))
     return next((here, whole) for name, here, whole in rows if name == row)
 
@@ -45,16 +46,18 @@ def rank_watched_step(settings, whole):
     return report.device, report.host, set(report.kinds)
 
 
-@pytest.mark.parametrize("C, row", [(C, name) for C in (2, 4) for name, _ in ROAD]
+@pytest.mark.parametrize("C, row", [(C, name) for C in (2, 4) for name in (*dict(ROAD), "+ ring")]
                          + [(1, "plain"), (1, "+ tiling"), (1, "+ keep_attention")])
 def test_the_dry_run_tells_what_a_real_step_holds(C, row):
     """Simulated and measured peak agree within 2 %, host bytes to the byte, on every row; and no
-    tensor's kind is unknown."""
+    tensor's kind is unknown. Of a ring, it is the member with the highest peak."""
     settings, whole = watched_row(C, row)
     simulated = memory.report_of(memory.simulate(
         replace(settings, world=1) if whole else settings))
-    for device, host, kinds in RANKS[C](rank_watched_step, settings, whole):
-        assert device == pytest.approx(simulated.device, rel=0.02)
+    ranks = RANKS[C](rank_watched_step, settings, whole)
+    assert max(device for device, *_ in ranks) == pytest.approx(simulated.device, rel=0.02)
+    for device, host, kinds in ranks:
+        assert device == pytest.approx(simulated.device, rel=0.1 if row == "+ ring" else 0.02)
         assert host == simulated.host
         assert not [kind for kind in kinds if kind.startswith("unknown")]
     assert simulated.host > 0 or not settings.recipe.offload
