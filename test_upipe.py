@@ -75,8 +75,8 @@ from upipe import GPT, GPTConfig, IGNORE, PRESETS, Recipe
 
 torch.set_num_threads(1)  # a thread per rank: here and in the worker processes below
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")  # tests without it are the CPU's
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # and so are their processes
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # for the processes of all other tests
 
 
 # 1. The reference ---------------------------------------------------------------------------------
