@@ -1,11 +1,8 @@
 """Weights come in and go out as transformers has them."""
-import functools
 import json
 import os
 import shutil
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ import torch.distributed as dist
 
 import train
 from extras.hf import make_config, published_name, read_config
-from test_upipe import main
+from test_upipe import assert_grads, gradients, main
 from upipe import IGNORE, PRESETS
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -31,9 +28,8 @@ PUBLISHED = {
 }
 
 
-@functools.cache
-def published(name, folder, shards=False):
-    """A random model as transformers makes it, and the folder it writes."""
+def published(name, path, **how):
+    """A random model as transformers makes it; the folder that it writes."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("safetensors")
     kind, more = PUBLISHED[name]
@@ -43,9 +39,15 @@ def published(name, folder, shards=False):
     with torch.no_grad():
         for parameter in model.parameters():  # its own are so small that attention is flat
             parameter.mul_(5) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
-    path = Path(folder) / name.replace(", ", "-")
-    model.save_pretrained(path, **(dict(max_shard_size="20KB") if shards else {}))
-    return model, path
+    model.save_pretrained(path, **how)
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf") / "llama"
+    published("llama", path)
+    return path
 
 
 @contextmanager
@@ -62,26 +64,6 @@ def loaded(path):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_weights_give_the_logits_and_gradients_that_transformers_gives(name, tmp_path):
-    """One file or several; float32 on both sides."""
-    theirs, path = published(name, tmp_path, shards=True)
-    tokens = torch.tensor(np.random.default_rng(1).integers(97, size=50))
-    labels = torch.cat((tokens[1:], torch.tensor([IGNORE])))
-    expected = theirs(tokens[None]).logits[0]
-    torch.nn.functional.cross_entropy(expected[:-1], tokens[1:]).backward()
-    with loaded(path) as (model, recipe):
-        logits = model.logits(tokens, recipe).detach()
-        model(tokens, labels, recipe).backward()
-        grads = {published_name(n): p.grad.full_tensor() for n, p in model.named_parameters()}
-    assert expected.std() > 0.5
-    assert (logits - expected).abs().max() < 1e-4
-    named = {n: p.grad for n, p in theirs.named_parameters()}
-    assert grads.keys() == named.keys()
-    for n, grad in named.items():
-        assert grad.norm() > 1e-4 and (grads[n] - grad).norm() < 1e-4 * grad.norm(), n
-
-
 def config_of(path):
     return json.loads((path / "config.json").read_text())
 
@@ -92,41 +74,46 @@ def write(path, **config):
     (path / "config.json").write_text(json.dumps(c))
 
 
-@pytest.mark.parametrize("name", ["llama, tied", "qwen3"])
-def test_an_exported_model_is_in_transformers_what_was_loaded_on_two_ranks(name, tmp_path):
-    """Bit for bit, tied or not, though no dimension divides by the ranks; the stop tokens, the
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_weights_give_what_transformers_gives_and_go_back_as_they_came(name, tmp_path):
+    """Logits and gradients, from one file or several, float32 on both sides. Exported by two ranks,
+    they are the same bits, though no dimension divides by the ranks; the stop tokens, the
     positions, the tokenizer and the chat template are those of the source."""
-    theirs, path = published(name, tmp_path)
+    path, out = tmp_path / "in", tmp_path / "out"
+    theirs = published(name, path, **(dict(max_shard_size="20KB") if "tied" in name else {}))
     write(path, eos_token_id=[5, 7], bos_token_id=3, max_position_embeddings=512)
     kept = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja", "vocab.json",
             "tokenizer.model", "additional_chat_templates/tools.jinja")
     for file in kept:
         (path / file).parent.mkdir(exist_ok=True)
         (path / file).write_text("{}")
-    np.save(tmp_path / "ids.npy", np.arange(600) % 97)
-    out = main(2, "--init", path, "--data", tmp_path / "ids.npy", "--ctx", 64, "--steps", 0,
-               "--export", tmp_path / "out", "--heads-per-stage", 4)
-    assert "export" in out, out
+    tokens = torch.tensor(np.random.default_rng(1).integers(97, size=600))
+    np.save(tmp_path / "ids.npy", tokens)
+    said = main(2, "--init", path, "--data", tmp_path / "ids.npy", "--ctx", 64, "--steps", 0,
+                "--export", out, "--heads-per-stage", 4)
+    assert "export" in said, said
     import transformers
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    tokens = torch.arange(60)[None]
-    assert torch.equal(back.eval()(tokens).logits, theirs(tokens).logits)
-    assert config_of(tmp_path / "out") == config_of(path)
-    assert all((tmp_path / "out" / file).exists() for file in kept)
-    assert not (tmp_path / "out" / "sharded").exists()
-    with loaded(tmp_path / "out") as (model, recipe):
-        assert (model.logits(tokens[0], recipe) - theirs(tokens).logits[0]).abs().max() < 1e-4
+    back = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    tokens = tokens[:50]
+    expected = theirs(tokens[None]).logits[0]
+    assert torch.equal(back.eval()(tokens[None]).logits[0], expected)
+    assert config_of(out) == config_of(path) and all((out / file).exists() for file in kept)
+    assert not (out / "sharded").exists()
+    torch.nn.functional.cross_entropy(expected[:-1], tokens[1:]).backward()
+    with loaded(path) as (model, recipe):
+        logits = model.logits(tokens, recipe).detach()
+        model(tokens, torch.cat((tokens[1:], torch.tensor([IGNORE]))), recipe).backward()
+        grads = {published_name(n): grad for n, grad in gradients(model).items()}
+    assert expected.std() > 0.5 and (logits - expected).abs().max() < 1e-4
+    assert_grads(grads, {n: p.grad for n, p in theirs.named_parameters()}, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3, tied"])
-def test_an_export_changes_in_the_config_what_the_run_changed(name, tmp_path):
+def test_an_export_changes_in_the_config_what_the_run_changed(llama):
     """The type, the rotary base, and positions, but only upwards."""
-    _, path = published(name, tmp_path)
     for ctx, positions in ((64, 256), (1024, 1024)):
-        settings = train.make_settings(["--init", str(path), "--ctx", str(ctx), "--dtype",
-                                        "bfloat16"])
-        settings = replace(settings, config=replace(settings.config, rope_theta=7.0))
-        expected = config_of(path)
+        settings = train.make_settings(
+            ["--init", str(llama), "--ctx", str(ctx), "--dtype", "bfloat16", "--rope-theta", "7"])
+        expected = config_of(llama)
         expected["rope_parameters"]["rope_theta"] = 7.0
         assert make_config(settings) == expected | dict(dtype="bfloat16",
                                                         max_position_embeddings=positions)
@@ -178,7 +165,8 @@ def test_the_index_decides_which_tensors_are_read(tmp_path, capsys):
     """Not others of the same name, in a file that it lists or in one that it does not, which may
     be damaged; nor are rotary tables. What is left out is said."""
     from safetensors.torch import load_file, save_file
-    theirs, path = published("llama", tmp_path, shards=True)
+    path = tmp_path / "llama"
+    theirs = published("llama", path, max_shard_size="20KB")
     index = path / INDEX
     first, second, *_ = sorted(path.glob("*.safetensors"))
     tensors, listed = load_file(first), json.loads(index.read_text())
@@ -250,11 +238,6 @@ MISFITS = {  # what is wrong with a folder: words for config.json, or a function
 }
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return published("llama", tmp_path_factory.mktemp("hf"))[1]
-
-
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_folder_that_does_not_fit_is_refused_by_name(name, llama, tmp_path):
     """In one line, before the ranks meet."""
@@ -287,10 +270,9 @@ def test_released_weights_are_not_trained_on_bytes_unless_asked_to(llama, tmp_pa
     start("--tokenizer", "bytes")
 
 
-def test_a_context_beyond_the_trained_positions_is_noticed_and_rope_theta_answers(tmp_path):
-    _, path = published("llama", tmp_path)
+def test_a_context_beyond_the_trained_positions_is_noticed_and_rope_theta_answers(llama, tmp_path):
     np.save(tmp_path / "ids.npy", np.arange(6000) % 97)
-    flags = ["--init", path, "--data", tmp_path / "ids.npy", "--steps", 0, "--ctx"]
+    flags = ["--init", llama, "--data", tmp_path / "ids.npy", "--steps", 0, "--ctx"]
     assert "beyond the 256 positions" in main(1, *flags, 300)
     assert "notice" not in main(1, *flags, 256) + main(1, *flags, 300, "--rope-theta", 5e5)
     settings = train.make_settings([*map(str, flags), "300", "--rope-theta", "5e5"])

@@ -1,5 +1,6 @@
 """The dry run tells what a real step holds."""
 import json
+import math
 import os
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,40 +22,30 @@ WATCHED[1] = replace(WATCHED[2], n_layers=2, qk_norm=True)
 WATCHED[4] = replace(WATCHED[2], n_kv_heads=8, head_dim=16, tie_embeddings=True)
 
 
-def dry(*flags):
+def dry(flags):
     """Settings as train.py makes them of its flags."""
-    return train.make_settings(["--dry-run", *flags])
-
-
-def watched_row(C, row):
-    """(Settings, whole) of one row of the road on C ranks of a CPU, for WATCHED."""
-    settings = dry("--device", "cpu", "--model", "tiny", "--ctx", "600", "--world", str(C),
-                   "--tile", "64", "--dtype", "float32", "--stream", "--offload",
-                   "--ring", "2" if row == "+ ring" else "1")
-    rows = rows_of_road(replace(settings, config=WATCHED[C]))
-    return next((here, whole) for name, here, whole in rows if name == row)
+    return train.make_settings(["--dry-run", *flags.split()])
 
 
 def rank_watched_step(settings, whole):
-    alone = not dist.is_initialized()
-    if alone:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     job = settings.meet(torch.device("cpu"), whole)
     report = memory.report_of(memory.metered_step(settings, job))
-    if alone:
-        dist.destroy_process_group()
     return report.device, report.host, set(report.kinds)
 
 
-@pytest.mark.parametrize("C, row", [(C, name) for C in (2, 4) for name in (*dict(ROAD), "+ ring")]
-                         + [(1, "plain"), (1, "+ tiling"), (1, "+ keep_attention")])
-def test_the_dry_run_tells_what_a_real_step_holds(C, row):
+@pytest.mark.parametrize("world, cp, row", [
+    *((C, C, name) for C in (2, 4) for name in (*dict(ROAD), "+ ring")),
+    (2, 1, "+ tiling"), (2, 1, "+ keep_attention")])
+def test_the_dry_run_tells_what_a_real_step_holds(world, cp, row):
     """Simulated and measured peak agree within 2 %, host bytes to the byte, on every row; and no
     tensor's kind is unknown. Of a ring, it is the member with the highest peak."""
-    settings, whole = watched_row(C, row)
+    flags = "--device cpu --model tiny --ctx 600 --tile 64 --dtype float32 --stream --offload "
+    flags += f"--world {world} --cp {cp} --ring {2 if row == '+ ring' else 1}"
+    rows = rows_of_road(replace(dry(flags), config=WATCHED[cp]))
+    settings, whole = next((here, whole) for name, here, whole in rows if name == row)
     simulated = memory.report_of(memory.simulate(
         replace(settings, world=1) if whole else settings))
-    ranks = RANKS[C](rank_watched_step, settings, whole)
+    ranks = RANKS[world](rank_watched_step, settings, whole)
     assert max(device for device, *_ in ranks) == pytest.approx(simulated.device, rel=0.02)
     for device, host, kinds in ranks:
         assert device == pytest.approx(simulated.device, rel=0.1 if row == "+ ring" else 0.02)
@@ -80,14 +71,12 @@ def test_gloo_holds_no_tensor_that_its_caller_has_let_go():
     assert RANKS[2](rank_late_holders) == [0, 0]
 
 
-@pytest.mark.parametrize("flags", [["--checkpoint", "1"], ["--checkpoint", "2", "--cp", "2"],
-                                   ["--checkpoint", "0", "--attention", "ulysses", "--tile", "0"]])
+@pytest.mark.parametrize("flags", ["--checkpoint 1", "--checkpoint 2 --cp 2",
+                                   "--checkpoint 0 --attention ulysses --tile 0"])
 def test_two_short_models_tell_what_six_layers_need(flags):
     """The extension to all layers agrees with a simulation of them all within 1 %, part by part."""
-    settings = dry("--model", "llama3.2-1b", "--layers", "6", "--ctx", "16k", "--world", "4",
-                   *flags)
-    short = memory.plan_memory(settings)
-    full = memory.plan_memory(settings, full=True)
+    settings = dry(f"--model llama3.2-1b --layers 6 --ctx 16k --world 4 {flags}")
+    short, full = (memory.plan_memory(settings, full) for full in (False, True))
     assert short.device == pytest.approx(full.device, rel=0.01)
     assert short.host == pytest.approx(full.host, rel=0.01)
     assert sum(short.kinds.values()) == pytest.approx(short.device, rel=0.01)
@@ -95,49 +84,34 @@ def test_two_short_models_tell_what_six_layers_need(flags):
 
 def test_skipping_the_tiles_between_changes_no_figure():
     """A simulation of three tiles of each walk peaks where one of all tiles does."""
-    settings = dry("--model", "llama3.2-1b", "--layers", "2", "--ctx", "24k",
-                   "--world", "2", "--heads-per-stage", "8")
+    settings = dry("--model llama3.2-1b --layers 2 --ctx 24k --world 2 --heads-per-stage 8")
     few, all_of_them = (memory.report_of(memory.simulate(settings, pages=pages))
                         for pages in (memory.abridged, nullcontext))
     assert (few.device, few.host) == (all_of_them.device, all_of_them.host)
 
 
-MUST = {  # flags: (GiB on a GPU, GiB of host) at most
-    "8 ranks, 5m, keeping attention": (["--ctx", "5m", "--keep-attention"], 44, None),
-    "8 ranks, 5m, segments of four": (["--ctx", "5m", "--checkpoint", "4"], 44, 84),
-    "8 ranks, 8m": (["--ctx", "8m", "--checkpoint", "1"], 60, None),
-    "8 ranks, 12m, weights on the host": (
-        ["--ctx", "12m", "--checkpoint", "4", "--offload-params"], 77, 2000 / 8),
-    "1 rank, 2m, weights on the host": (
-        ["--ctx", "2m", "--checkpoint", "4", "--offload-params", "--world", "1",
-         "--heads-per-stage", "4"], 77, 1000),
-    "qwen3-32b, 16 ranks, 6m": (
-        ["--ctx", "6m", "--model", "qwen3-32b", "--world", "16", "--checkpoint", "1",
-         "--no-keep-attention"], 77, 2000 / 8),
-}
-
-
-@pytest.mark.parametrize("case", MUST)
-def test_memory_at_millions_of_tokens_stays_within_its_bounds(case):
+@pytest.mark.parametrize("flags, device, host", [  # GiB at most
+    ("--ctx 5m --keep-attention", 44, math.inf), ("--ctx 5m --checkpoint 4", 44, 84),
+    ("--ctx 8m --checkpoint 1", 60, math.inf),
+    ("--ctx 12m --checkpoint 4 --offload-params", 77, 2000 / 8),
+    ("--ctx 2m --checkpoint 4 --offload-params --world 1 --heads-per-stage 4", 77, 1000),
+    ("--ctx 6m --model qwen3-32b --world 16 --checkpoint 1 --no-keep-attention", 77, 2000 / 8)])
+def test_memory_at_millions_of_tokens_stays_within_its_bounds(flags, device, host):
     """What the README promises of eight and sixteen 80 GB GPUs, and of one."""
-    flags, device, host = MUST[case]
-    report = memory.plan_memory(dry(*flags))
-    assert report.device <= device * GIB
-    assert host is None or report.host <= host * GIB
+    report = memory.plan_memory(dry(flags))
+    assert report.device <= device * GIB and report.host <= host * GIB
 
 
 def test_the_dry_run_sees_one_tensor_too_many(monkeypatch):
     """If a block's backward pass held one more [s, D], the plan would grow by just that."""
-    settings = dry("--ctx", "5m", "--checkpoint", "1")
+    settings = dry("--ctx 5m --checkpoint 1")
     before = memory.plan_memory(settings).device
     lean = upipe.attention_backward
 
     def wasteful(x, o, *rest):
         held = torch.empty_like(o)
-        out = lean(x, o, *rest)
-        del held
-        return out
-    monkeypatch.setattr(upipe, "attention_backward", wasteful)
+        return lean(x, o, *rest), held
+    monkeypatch.setattr(upipe, "attention_backward", lambda *args: wasteful(*args)[0])
     after = memory.plan_memory(settings).device
     assert after - before == settings.ctx // 8 * settings.config.dim * 2
 
@@ -149,7 +123,7 @@ def test_a_dry_run_touches_no_network_and_no_device(monkeypatch):
     monkeypatch.setattr(dist, "TCPStore", refuse)
     monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
     monkeypatch.setattr(dist, "ProcessGroupGloo", refuse)
-    memory.plan_memory(dry("--model", "llama3.2-1b", "--ctx", "16k", "--world", "4"))
+    memory.plan_memory(dry("--model llama3.2-1b --ctx 16k --world 4"))
     assert not dist.is_initialized()
 
 
@@ -163,17 +137,18 @@ def test_a_dry_run_touches_no_network_and_no_device(monkeypatch):
     ("--device cpu --world 2 --host-mem 10", False, "4.8 usable of 5: does not fit"),
     # keep_attention would fit, were it not for the weights
     ("--layers 16 --ctx 1408k --offload-params --host-mem 200", True, "usable of 200: fits")])
-def test_a_card_below_its_reserve_and_a_full_host_fit_nothing(capsys, flags, fits, said):
-    """N1: and the program says so with its exit status."""
-    settings = dry(*"--model llama3.2-1b --layers 2 --ctx 32k".split(), *flags.split())
+def test_a_card_below_its_reserve_and_a_full_host_fit_nothing(flags, fits, said, capsys, tmp_path):
+    """N1: and the program says so with its exit status, and in --json with the bytes by kind."""
+    settings = dry(f"--model llama3.2-1b --layers 2 --ctx 32k --json {tmp_path / 'f'} {flags}")
     assert train.main(settings) == int(not fits)
     assert said in capsys.readouterr().out
-
-
-def write(root, files):
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+    if said != "not even --ctx 64k fits":
+        figures = json.loads((tmp_path / "f").read_text())
+        assert figures["fits"] == fits and said[:-4] in figures["verdict"] and figures["where"]
+        assert figures["recipe"]["checkpoint"] == settings.recipe.checkpoint
+        assert (figures["host_bytes"] > 0) == settings.recipe.offload
+        device = sum(figures["bytes_by_kind"].values())
+        assert device == pytest.approx(figures["device_bytes"], rel=0.01)
 
 
 CGROUPS = {  # files under /: (bytes or None, cores or None) that they allow
@@ -195,35 +170,31 @@ CGROUPS = {  # files under /: (bytes or None, cores or None) that they allow
 @pytest.mark.parametrize("case", CGROUPS)
 def test_memory_and_cores_are_those_of_the_container(case, tmp_path, monkeypatch):
     """N9: the smaller of the machine's and the job's; without any, and without sched_getaffinity
-    and sysconf, as on other systems, what there is."""
+    and sysconf, as on other systems, what there is. OMP_NUM_THREADS above 1 stays: torchrun itself
+    says 1."""
     files, memory_limit, cores = CGROUPS[case]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     none = tmp_path / "none"
-    write(tmp_path, files)
-    monkeypatch.setattr(train.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64), raising=False)
     assert machine.memory_here(tmp_path) == (memory_limit or machine.memory_here(none))
     assert machine.cores_here(tmp_path) == (cores or 64)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert machine.threads_here(2, tmp_path) == max(1, (cores or 64) // 2)
-    monkeypatch.delattr(train.os, "sched_getaffinity")
-    monkeypatch.delattr(train.os, "sysconf_names", raising=False)
-    unknown = 2**63 - 4096 if case == "no limit" else float("inf")
+    for asked, threads in (("1", max(1, (cores or 64) // 2)), ("3", 3)):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: int(asked))
+        assert machine.threads_here(2, tmp_path) == threads
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.delattr(os, "sysconf_names", raising=False)
+    unknown = 2**63 - 4096 if case == "no limit" else math.inf
     assert machine.memory_here(tmp_path) == (memory_limit or unknown)
     assert machine.cores_here(none) == os.cpu_count()
 
 
-@pytest.mark.parametrize("asked, threads", [("1", 32), ("3", 3)])
-def test_threads_that_the_user_asked_for_stay(asked, threads, tmp_path, monkeypatch):
-    """OMP_NUM_THREADS above 1; torchrun itself says 1."""
-    monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    monkeypatch.setattr(train.os, "sched_getaffinity", lambda _: range(64), raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: int(asked))
-    assert machine.threads_here(2, tmp_path) == threads
-
-
 def test_the_longest_context_is_the_last_that_fits():
     """--max-ctx ends between a context that fits and one, 64k longer, that does not."""
-    settings = dry("--model", "llama3.2-1b", "--layers", "2", "--world", "2",
-                   "--gpu-mem", "24", "--max-ctx", "--checkpoint", "1", "--heads-per-stage", "32")
+    settings = dry("--model llama3.2-1b --layers 2 --world 2 --gpu-mem 24 --max-ctx --checkpoint 1 "
+                   "--heads-per-stage 32")
     longest, report = memory.longest_context(settings)
     assert report.device <= 21 * GIB and longest.ctx % 65536 == 0
     more = memory.plan_memory(longest.at(ctx=longest.ctx + 65536))
@@ -242,17 +213,8 @@ def test_what_cannot_fit_or_end_is_refused_with_what_would(flags, word):
 
 
 @pytest.mark.parametrize("flags, hint", [
-    ([], "try --offload"), (["--offload"], "try --stream"),
-    (["--offload", "--stream"], "try more GPUs, or a shorter --ctx")])
+    ("", "try --offload"), ("--offload", "try --stream"),
+    ("--offload --stream", "try more GPUs, or a shorter --ctx")])
 def test_a_full_gpu_is_told_a_switch_that_is_still_off(flags, hint):
     """The hint knows the recipe that ran: its defaults too, which depend on the machine."""
-    assert memory.out_of_memory(train.make_settings(flags)).endswith(hint)
-
-
-def test_a_dry_run_writes_its_figures(tmp_path):
-    """As JSON: bytes by kind, host, verdict, recipe, and where."""
-    memory.dry_run(dry("--model", "llama3.2-1b", "--layers", "2", "--json", str(tmp_path / "f")))
-    figures = json.loads((tmp_path / "f").read_text())
-    assert figures["fits"] and figures["recipe"]["checkpoint"] == 1
-    assert sum(figures["bytes_by_kind"].values()) == pytest.approx(figures["device_bytes"], 0.01)
-    assert figures["host_bytes"] > 0 and "fit" in figures["verdict"] and figures["where"]
+    assert memory.out_of_memory(train.make_settings(flags.split())).endswith(hint)

@@ -1,6 +1,7 @@
 """Text through a tokenizer, and text that a model writes."""
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -95,19 +96,17 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, tmp_path, monkeypatc
         assert kind.startswith("gpt2 ") or tokenizer.decode(ids[1:]).strip() == written.strip()
 
 
-@pytest.mark.parametrize("template, files, before, after", [
-    ("<s> $A", {"tokenizer_config.json": {"eos_token": "</s>"}}, [1], []),
-    ("<s> $A </s>", {}, [1], [2]), ("$A </s>", {}, [], [2]),
-    (None, {"tokenizer_config.json": {"eos_token": {"content": "</s>"}}}, [], [2]),
-    (None, {"tokenizer_config.json": {}, "generation_config.json": {"eos_token_id": [2, 1]}}, [],
-     [2]),
-    (None, {"config.json": {"eos_token_id": 2}}, [], [2]),
-    (None, {"config.json": {"eos_token_id": 99999}}, [], [])])
+@pytest.mark.parametrize("template, file, said, before, after", [
+    ("<s> $A", "tokenizer_config", {"eos_token": "</s>"}, [1], []),
+    ("<s> $A </s>", "config", {}, [1], [2]), ("$A </s>", "config", {}, [], [2]),
+    (None, "tokenizer_config", {"eos_token": {"content": "</s>"}}, [], [2]),
+    (None, "generation_config", {"eos_token_id": [2, 1]}, [], [2]),
+    (None, "config", {"eos_token_id": 2}, [], [2]),
+    (None, "config", {"eos_token_id": 99999}, [], [])])
 def test_documents_stand_between_the_tokens_of_the_template(
-        template, files, before, after, tmp_path, monkeypatch, texts):
+        template, file, said, before, after, tmp_path, monkeypatch, texts):
     """Or, where nothing comes first, before the model's end of a text; a prompt has no end."""
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / f"{file}.json").write_text(json.dumps(said))
     tokenizer = make_tokenizer(tmp_path / "tokenizer.json", "gpt2", template)
     monkeypatch.setattr(text, "PIECE", 50)
     found = tokens_of(sorted(texts.iterdir()), tokenizer)
@@ -115,7 +114,7 @@ def test_documents_stand_between_the_tokens_of_the_template(
         assert ids == before + tokenizer.inner.encode(
             path.read_text(), add_special_tokens=False).ids + after
     assert tokenizer.encode("abc")[:len(before) + 1] == before + tokenizer.encode("a")[-1:]
-    if after and "config.json" not in files:
+    if after and "eos_token_id" not in said:
         return  # the two others go through the whole program
     out = main(1, *short(texts, "--ctx", 32), "--tokenizer", tmp_path / "tokenizer.json",
                "--docs", "--steps", 1, "--sample", 3)
@@ -131,21 +130,18 @@ def test_a_cache_is_written_once_and_by_nobody_in_part(texts, tmp_path, cache, m
         both.wait(10)
         return encode(self, batch)
     monkeypatch.setattr(text.Tokenizer, "encode_all", slow)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(tokens_of(paths, tokenizer)))
-               for _ in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert found[0] == found[1] and len(found[0]) == 12
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(tokens_of, [paths] * 2, [tokenizer] * 2)
+    assert first == second and len(first) == 12
     (file,) = cache.iterdir()
     monkeypatch.setattr(text.Tokenizer, "encode_all", None)  # it is there: nothing is written again
-    assert tokens_of(paths, tokenizer) == found[0]
+    assert tokens_of(paths, tokenizer) == first
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(TypeError):
         tokens_of(paths, tokenizer)
     assert list(cache.iterdir()) == [file]
     monkeypatch.setattr(text.Tokenizer, "encode_all", encode)
-    assert tokens_of(paths, tokenizer) == found[0]
+    assert tokens_of(paths, tokenizer) == first
 
 
 def test_a_prompt_that_is_no_text_is_refused_before_the_first_step():
