@@ -593,7 +593,7 @@ def test_legal_sizes_pass_and_all_others_are_refused_with_the_legal_ones():
                 recipe.check(config, C)
             assert (f"heads_per_stage={U}" if choice else f"{C} ranks") in str(refusal.value)
             choice = choice or [c for c in range(1, H + 1) if legal(H, K, c)]
-            assert f"(legal: {choice})" in str(refusal.value)
+            assert f"(legal: {choice}" in str(refusal.value)
     assert min(verdicts.values()) > 300
 
 

@@ -365,7 +365,11 @@ def make_settings(argv=None):
     machine = extra("machine") and extra("machine").find_machine(flags, launched()[2])
     settings = Settings(**flags, config=config, recipe=None, machine=machine, codec=codec,
                         saved=saved, given=known).at()  # fits the recipe
-    settings.recipe.check(config, settings.cp)
+    try:
+        settings.recipe.check(config, settings.cp)
+    except BadInput as error:
+        job = "--dry-run of " if settings.dry_run else ""
+        raise BadInput(f"{job}--model {settings.model}: {error}")
     refuse(settings.ring > 1 and settings.ctx < 2 * settings.cp,
            f"--ctx {settings.ctx} with --ring {settings.ring}: give at least two tokens for each "
            f"of {settings.cp} ranks")
