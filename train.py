@@ -127,10 +127,10 @@ FLAGS = {
         "--docs": Flag(whole, None, "attention stays in a document: a file, or what follows a "
                        "token ID", TEXT, more=dict(nargs="?", const=NO_ID, metavar="ID")),
         "--task": Flag(("text", "recall"), "text", "recall: of what stood at the start"),
-        "--eval-every": Flag(whole, None, "steps; 0: at the end (default: 150 for tiny, else 0)"),
+        "--eval-every": Flag(whole, None, "steps; 0: at the end (default: 360 for tiny, else 0)"),
         "--eval-windows": Flag(count, None, "sequences (default: 16k tokens' worth)")},
     "optimizer": {
-        "--steps": Flag(whole, None, "default: 450 for tiny, else 100"),
+        "--steps": Flag(whole, None, "default: 360 for tiny, else 100"),
         "--lr": Flag(real, None, "peak rate (default: 4e-3 for tiny, else 3e-4)", STEPS),
         "--warmup": Flag(whole, None, "steps (default: a twentieth of --steps)", STEPS),
         "--min-lr": Flag(real, None, "end of the cosine (default: a tenth of --lr)", STEPS),
@@ -310,7 +310,7 @@ def with_defaults(flags):
     if flags["init"] and Path(flags["init"], "tokenizer.json").exists():
         fill(flags, tokenizer=f"{flags['init']}/tokenizer.json")
     if flags["model"] == "tiny":
-        fill(flags, ctx=256, steps=450, lr=4e-3, eval_every=150)
+        fill(flags, ctx=256, steps=360, lr=4e-3, eval_every=360)
     fill(flags, ctx=128 * 1024, steps=100, lr=3e-4, eval_every=0, cp=flags["world"])
     fill(flags, warmup=flags["steps"] // 20, min_lr=flags["lr"] / 10,
          eval_windows=max(1, 2**14 // flags["ctx"]))
