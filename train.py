@@ -484,7 +484,7 @@ def join(settings):
     elif machine := extra("machine"):
         torch.set_num_threads(machine.threads_here(ranks_here))
     if settings.one_rank_of:
-        extra("memory", "--one-rank-of").pretend(settings.world, settings.cp, settings.ring)
+        extra("memory", "--one-rank-of").pretend(settings.world)
         return settings.meet(device)
     timeout = timedelta(seconds=min(settings.timeout, 1e8))
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if world == 1 else {}
