@@ -1999,10 +1999,12 @@ def test_documents_train_the_same_on_four_ranks_as_on_one(texts, tmp_path):
     flags = short(texts, "--dtype", "float64", "--steps", 2, "--ctx", 400)
     out = {}
     for name, world, more in (("plain", 1, ["--docs", "--attention", "plain"]),
-                              ("upipe", 4, ["--docs"]), ("one document", 1, [])):
+                              ("upipe", 4, ["--docs"]), ("ring", 4, ["--docs", "--ring", 2]),
+                              ("one document", 1, [])):
         main(world, *flags, *more, "--log", tmp_path / "log")
         out[name] = [r["loss"] for r in records(tmp_path / "log").values()]
     assert out["plain"] == pytest.approx(out["upipe"], rel=1e-9)
+    assert out["plain"] == pytest.approx(out["ring"], rel=1e-9)
     assert out["plain"] != pytest.approx(out["one document"], rel=1e-4)
 
 
