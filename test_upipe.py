@@ -461,8 +461,7 @@ def run(case, dtype=F64):
     """The whole result: losses and gradients add up over the ranks, logits go to their places."""
     parts, R = RANKS[case.C](rank_result, case, dtype), case.recipe.ring
     s = len(parts[0].logits)
-    places = [torch.arange(a, b) for rank in range(case.C)
-              for a, b in upipe.token_spans(s, case.C, R, rank)]
+    places = [upipe.token_places(s, case.C, R, rank) for rank in range(case.C)]
     logits = torch.cat([part.logits for part in parts])[torch.cat(places).argsort()]
     return SimpleNamespace(loss=sum(part.loss for part in parts), logits=logits[:case.n],
                            grads=added([part.grads for part in parts]))

@@ -44,8 +44,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import fsdp
 
-from upipe import (BadInput, GPT, GPTConfig, IGNORE, KERNELS, PRESETS, Recipe, token_spans,
-                   tokens_on_rank)
+from upipe import (BadInput, GPT, GPTConfig, IGNORE, KERNELS, PRESETS, Recipe, token_places,
+                   token_spans, tokens_on_rank)
 
 NO_ID = -1  # no token
 
@@ -438,7 +438,8 @@ class Job:
 
     def places(self, length):
         """The same as one position for each token, [s]."""
-        return torch.cat([torch.arange(*span) for span in self.spans(length)])
+        s = tokens_on_rank(length, self.cp, self.ring)
+        return token_places(s, self.cp, self.ring, self.cp_rank)
 
     def say(self, text):
         if self.rank == 0:
@@ -453,15 +454,19 @@ class Job:
             raise BadInput(next(text for text in self.gather(fault) if text is not None))
         return value
 
-    def together(self, work, what=""):
-        """work() on every rank -> this rank's result. What it raises on one, it raises on all."""
-        result = fault = None
+    def counted(self, work, what=""):
+        """work() -> (result, number) on every rank: this rank's result, the sum of the numbers.
+        What it raises on one, it raises on all."""
+        result, number, fault = None, 0, None
         try:
-            result = work()
+            result, number = work()
         except (BadInput, OSError) as error:
             fault = f"{what}{error}"
-        self.agree(fault)
-        return result
+        return result, self.agree(fault, number)
+
+    def together(self, work, what=""):
+        """work() on every rank -> this rank's result. What it raises on one, it raises on all."""
+        return self.counted(lambda: (work(), 0), what)[0]
 
     def on_rank_0(self, work, what=""):
         """Let rank 0 do it, and all wait until it is done -> rank 0: its result."""
@@ -614,10 +619,10 @@ def open_data(data, vocab, tokenizer=None):
 
 def read_windows(job, tokens, starts, settings):
     """This rank's slices of windows, and the number of labels in all windows of all ranks."""
-    batch = job.together(lambda: [tokens.window(start, job, settings.ctx, settings.docs)
-                                  for start in starts])
-    count = sum(int((labels != IGNORE).sum()) for _, labels, *_ in batch)
-    return batch, job.agree(None, count)
+    def work():
+        batch = [tokens.window(start, job, settings.ctx, settings.docs) for start in starts]
+        return batch, sum(int((labels != IGNORE).sum()) for _, labels, *_ in batch)
+    return job.counted(work)  # one sum for both: this is done in every step
 
 
 @lru_cache(maxsize=2)

@@ -145,9 +145,8 @@ def shard(tokens, labels, group=None, ring=1):
     padded with ignored labels; attention is causal, so no real token ever sees the padding."""
     C = group_size(group)
     rank, s = dist.get_rank(group) if C > 1 else 0, tokens_on_rank(len(tokens), C, ring)
-    pad, spans = (0, s * C - len(tokens)), token_spans(s, C, ring, rank)
-    tokens, labels = F.pad(tokens, pad), F.pad(labels, pad, value=IGNORE)
-    return tuple(torch.cat([x[a:b] for a, b in spans]) for x in (tokens, labels))
+    pad, places = (0, s * C - len(tokens)), token_places(s, C, ring, rank).to(tokens.device)
+    return F.pad(tokens, pad)[places], F.pad(labels, pad, value=IGNORE)[places]
 
 
 def span(name):
@@ -441,8 +440,8 @@ class GPT(nn.Module):
             raise BadInput(f"tokens {tuple(tokens.shape)} must be [s], one sequence, not empty, and"
                            " with a ring s must be even: see shard()")
         device, rank = tokens.device, dist.get_rank(recipe.group) if C > 1 else 0
-        places = [torch.arange(a, b, device=device) for a, b in token_spans(s, C, R, rank)]
-        positions, edges, ring, heads = torch.cat(places), None, None, recipe.group
+        positions = token_places(s, C, R, rank).to(device)
+        edges, ring, heads = None, None, recipe.group
         if docs is not None:
             edges = document_edges(docs, C * s).to(device)
             positions -= edges[torch.searchsorted(edges, positions, right=True) - 1]
@@ -1448,6 +1447,11 @@ def token_spans(s, C, R, rank):
     first, last = r * c, (2 * R - 1 - r) * c
     spans = [(first + cuts[0], first + cuts[1]), (last + cuts[2], last + cuts[3])]
     return [(start, stop) for start, stop in spans if start < stop]
+
+
+def token_places(s, C, R, rank):
+    """The same as one position for each token, [s]."""
+    return torch.cat([torch.arange(*span) for span in token_spans(s, C, R, rank)])
 
 
 def ring_steps(r, R, c, mask):
