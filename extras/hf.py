@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from extras import read_json, write_json
-from extras.text import Tokenizer
+from extras.text import Bytes, Tokenizer
 from upipe import GPT, BadInput, GPTConfig
 
 QK_NORM = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}  # the architectures of upipe.GPT
@@ -198,11 +198,13 @@ def load_weights(job, config, model, folder):
 def make_config(settings):
     """config.json: that of --init, but for what a run changes; without one, our own."""
     c, name = settings.config, list(QK_NORM)[settings.config.qk_norm]
+    codec = settings.codec or Bytes()
     said = read_json(Path(settings.init) / "config.json") if settings.init else dict(
         architectures=[name], model_type=name.removesuffix("ForCausalLM").lower(),
         **{key: getattr(c, field) for field, key in SIZES.items()}, rms_norm_eps=c.norm_eps,
         tie_word_embeddings=c.tie_embeddings, rope_scaling=c.rope_scaling, hidden_act="silu",
-        attention_bias=False, bos_token_id=None, eos_token_id=None)
+        attention_bias=False, bos_token_id=next(iter(codec.before), None),
+        eos_token_id=next(iter(codec.after), None))
     places = [said, said.get("rope_parameters") or {}, said.get("rope_scaling") or {}]
     for place in [place for place in places if "rope_theta" in place] or [said]:
         place["rope_theta"] = c.rope_theta

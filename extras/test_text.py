@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+import train
 from extras import text
+from extras.hf import make_config
 from test_upipe import ALL, main, short
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -105,9 +107,13 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, tmp_path, monkeypatc
     (None, "config", {"eos_token_id": 99999}, [], [])])
 def test_documents_stand_between_the_tokens_of_the_template(
         template, file, said, before, after, tmp_path, monkeypatch, texts):
-    """Or, where nothing comes first, before the model's end of a text; a prompt has no end."""
+    """Or, where nothing comes first, before the model's end of a text; a prompt has no end. An
+    exported model names both."""
     (tmp_path / f"{file}.json").write_text(json.dumps(said))
     tokenizer = make_tokenizer(tmp_path / "tokenizer.json", "gpt2", template)
+    config = make_config(train.make_settings(["--tokenizer", str(tmp_path / "tokenizer.json")]))
+    assert [config["bos_token_id"]] == (before or [None])
+    assert [config["eos_token_id"]] == (after or [None])
     monkeypatch.setattr(text, "PIECE", 50)
     found = tokens_of(sorted(texts.iterdir()), tokenizer)
     for path, ids in zip(sorted(texts.iterdir()), found, strict=True):

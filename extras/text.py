@@ -28,6 +28,7 @@ CUTS = [re.compile(text) for text in (
 
 class Bytes:
     """The tokenizer that needs no file: a text is its bytes."""
+    before, after = (), ()
 
     def encode(self, text):
         return list(text.encode())
