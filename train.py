@@ -44,20 +44,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import fsdp
 
-from upipe import (BadInput, GPT, GPTConfig, IGNORE, KERNELS, PRESETS, Recipe, token_places,
-                   token_spans, tokens_on_rank)
+from upipe import (BadInput, GPT, GPTConfig, IGNORE, KERNELS, PRESETS, Recipe, check_recipe, refuse,
+                   token_places, token_spans, tokens_on_rank)
 
 NO_ID = -1  # no token
 
 # 1. Flags -----------------------------------------------------------------------------------------
 
 
-def refuse(when, message):
-    if when:
-        raise BadInput(message)
-
-
-def length(text):
+def tokens_of(text):
     """'8k' -> 8192, '5m' -> 5242880, '4096' -> 4096."""
     match = re.fullmatch(r"([1-9][0-9]*)([km]?)", text.lower())
     if not match:
@@ -102,7 +97,7 @@ FLAGS = {
         "--model": Flag(tuple(PRESETS), None, "default: tiny on a CPU, llama3-8b on GPUs"),
         "--init": Flag(str, None, "folder of a Llama 3.x or Qwen3", (), "hf safetensors"),
         "--layers": Flag(count, None, "number of blocks, for trials (default: all)"),
-        "--ctx": Flag(length, None, "tokens per sequence (default: 256 for tiny, else 128k)"),
+        "--ctx": Flag(tokens_of, None, "tokens per sequence (default: 256 for tiny, else 128k)"),
         "--rope-theta": Flag(positive, None, "base of the positions (default: the model's)")},
     "how memory is held": {  # the fields of upipe.Recipe, and more
         "--cp": Flag(count, None, "ranks that share one sequence (default: all)"),
@@ -366,7 +361,7 @@ def make_settings(argv=None):
     settings = Settings(**flags, config=config, recipe=None, machine=machine, codec=codec,
                         saved=saved, given=known).at()  # fits the recipe
     try:
-        settings.recipe.check(config, settings.cp)
+        check_recipe(settings.recipe, config, settings.cp)
     except BadInput as error:
         job = "--dry-run of " if settings.dry_run else ""
         raise BadInput(f"{job}--model {settings.model}: {error}")
@@ -547,7 +542,8 @@ class Tokens:
 
         The part is that of upipe.shard(), without reading the rest. Labels are ignored beyond the
         window (cp may not divide ctx), beyond the data, and of a document's last token."""
-        at, end, done = job.places(ctx), min(start + ctx, len(self) - 1), 0  # end is but a label
+        at, done = job.places(ctx), 0          # in the window; how many have been read
+        end = min(start + ctx, len(self) - 1)  # the token there is a label only
         inputs, labels = torch.zeros_like(at), torch.full_like(at, IGNORE)
         for first, stop in job.spans(ctx):
             a, b = min(start + first, end), min(start + stop, end)
@@ -786,7 +782,8 @@ def evaluate(job, model, data, settings):
 # is not read, not counted and not deleted.
 
 # Flags that a resumed run takes from run.json: those that none may change, and those that one may.
-# Of the latter only what was given: a --min-lr that followed from --lr has to follow the next one.
+# Of the latter only what was given is saved: a --min-lr that followed from --lr then follows the
+# next --lr.
 FIXED = ("model", "layers", "rope_theta", "init", "ctx", "seed", "task", "docs")
 REMEMBERED = (*FIXED, *SWITCHES, "cp", "dtype", "data", "tokenizer", "steps", "lr", "warmup",
               "min_lr", "weight_decay", "grad_clip", "grad_accum", "eval_every", "eval_windows")
@@ -815,7 +812,7 @@ def read_checkpoint(path):
     return {**saved, "path": path}
 
 
-def whole(folder):
+def whole_checkpoints(folder):
     """The checkpoints that can be read, oldest first."""
     found = []
     for path in checkpoints(folder):
@@ -826,7 +823,7 @@ def whole(folder):
 
 def damaged(path, error):
     """The BadInput for a checkpoint that cannot be read: it tells what to resume from."""
-    name = max((old.name for old in whole(path.parent) if old < path), default="none")
+    name = max((old.name for old in whole_checkpoints(path.parent) if old < path), default="none")
     return BadInput(f"--resume: {path} is damaged: {error}; --resume STEP takes an older one: the "
                     f"newest whole one before it is {name}")
 
@@ -859,7 +856,8 @@ def claim(settings):
     for path in checkpoints(folder, "."):
         sweep(path)
     if guard and not (settings.saved and settings.saved["step"] >= settings.steps):
-        guard.need_space(settings, folder, max(1, settings.keep + 1 - len(whole(folder))))
+        new = max(1, settings.keep + 1 - len(whole_checkpoints(folder)))
+        guard.need_space(settings, folder, new)
     return lock
 
 
@@ -889,7 +887,7 @@ def save_state(job, settings, model, optimizer, step, drawn, data):
     def publish():
         (part / "run.json").write_text(json.dumps(facts, indent=1))
         part.rename(folder / name)
-        for old in whole(folder)[:-settings.keep]:
+        for old in whole_checkpoints(folder)[:-settings.keep]:
             sweep(old.rename(folder / f".{old.name}"))
     try:
         for files in job.gather(job.together(write)):
@@ -1114,7 +1112,9 @@ def run(argv=None):
         # Once the ranks have met, all know it, and rank 0 says it. Before, each one may be alone:
         # every rank speaks, those of one machine after their first.
         met = dist.is_initialized() and isinstance(error, BadInput)
-        time.sleep((10 if met else 1) * (local_rank > 0 or met and rank > 0))
+        first = rank == 0 if met else local_rank == 0
+        if not first:
+            time.sleep(10 if met else 1)
         if rank == 0 or not met:
             print(f"train.py: {error}", file=sys.stderr)
         code = 2

@@ -32,10 +32,6 @@ Words: a *stage* is heads, a *tile* is tokens, a *segment* is blocks, a *slab* i
 *park* and *fetch* move a tensor to the host and back. A gradient is d + name (dq); lse is the
 log-sum-exp of the scores. Not here: FSDP (it is torch's `fully_shard`, applied in train.py),
 dropout, a key/value cache, attention that is not causal, more than one sequence per call.
-
-Read beside it: DeepSpeed Ulysses, arXiv 2309.14509; Untied Ulysses (UPipe), arXiv 2602.21196; ALST
-(sequence tiling), arXiv 2506.13996; FlashAttention-2, arXiv 2307.08691; sublinear memory, arXiv
-1604.06174; rematerialisation-aware checkpointing, arXiv 2310.03294.
 """
 import math
 import mmap
@@ -64,6 +60,11 @@ class BadInput(ValueError):
     """What a user can get wrong. Its one line names the value, the rule and the remedy."""
 
 
+def refuse(when, message):
+    if when:
+        raise BadInput(message)
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """The sizes of a Llama- or Qwen3-shaped model. Raises BadInput for sizes that fit no model."""
@@ -81,13 +82,13 @@ class GPTConfig:
     tie_embeddings: bool = False   # the head is the embedding matrix (Llama 3.2)
 
     def __post_init__(self):
-        if self.n_heads % self.n_kv_heads:
-            raise BadInput(f"n_kv_heads={self.n_kv_heads} must divide n_heads={self.n_heads}")
-        if self.head_dim % 2:
-            raise BadInput(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
+        refuse(self.n_heads % self.n_kv_heads,
+               f"n_kv_heads={self.n_kv_heads} must divide n_heads={self.n_heads}")
+        refuse(self.head_dim % 2,
+               f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
         kind = (self.rope_scaling or {}).get("rope_type", "llama3")
-        if kind != "llama3":
-            raise BadInput(f"rope_scaling of type {kind!r} is not supported: only 'llama3' is")
+        refuse(kind != "llama3",
+               f"rope_scaling of type {kind!r} is not supported: only 'llama3' is")
 
 
 _LLAMA3_SCALING = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -112,9 +113,9 @@ class Recipe:
     checkpoint = 0 is plain or Ulysses attention by autograd (parts 2 to 4). All other switches need
     checkpoint >= 1, whose blocks run the code of parts 5 to 9. Part 10 says what is legal."""
     attention: str = "plain"      # "plain" (C = 1), "ulysses" (U = H) or "upipe"
-    heads_per_stage: int = 0      # U over all ranks, for upipe; 0 = C, the least memory
+    heads_per_stage: int = 0      # U over all ranks, for upipe; 0 = P, the least memory
     checkpoint: int = 0           # 0 = autograd keeps what it likes; k = one tensor per k blocks
-    keep_attention: bool = False  # with checkpoint 1: attention's output too: never run it twice
+    keep_attention: bool = False  # with checkpoint 1: attention's output, too; it runs only once
     offload: bool = False         # what is kept waits on the host
     stream: bool = False          # with offload: backward reads x and dy from there, tile by tile
     tile: int = 0                 # tokens per tile in all that works token by token; 0 = no tiles
@@ -126,10 +127,6 @@ class Recipe:
     def stage_heads(self, config, P):
         """U, the query heads of one stage over all P ranks that exchange heads."""
         return (self.heads_per_stage or P) if self.attention == "upipe" else config.n_heads
-
-    def check(self, config, C=None):
-        """Raise BadInput unless `config` can run this recipe on C ranks (part 10)."""
-        check_recipe(self, config, C or group_size(self.group))
 
 
 def group_size(group):
@@ -162,23 +159,20 @@ def span(name):
 # (llama3-8b: H d = D, K d = D/4, F = 3.5 D):
 #     norm: its input, the same normalised, and its output 3 | q and k, rotated, and v 1.5
 #     attention's output 1 | h and its norm 3 | MLP: gate, up, silu(gate), their product 14  -> 22.5
-# In bfloat16 it is 26.5: a norm computes in float32, and keeps two of its three as that. (The
-# rotation keeps nothing: its tables need no gradient. CUDA's norm keeps one less. A test counts:
-# test_autograd_keeps_what_part_2_lists.)
+# In bfloat16 it is 26.5: a norm computes in float32, and keeps two of its three as that. (CUDA's
+# keeps one less. A test counts: test_autograd_keeps_what_part_2_lists.)
 #
-# At 5M tokens s x D is 40 GiB on one rank: 26.5 x 40 GiB x 32 blocks = 33 TiB. Parts 3 to 9 leave
-# two of these. Which code a block runs is decided in Block.forward and GPT._run, by the recipe:
+# At 5M tokens s x D is 40 GiB on one rank: 26.5 x 40 GiB x 32 blocks = 33 TiB. Parts 3 to 9 keep
+# one or two of the 26.5. The recipe decides in Block.forward and GPT._run which code a block runs:
 #     checkpoint 0                     textbook()               forward, backward by autograd
 #     checkpoint 1, keep_attention     LeanBlock                keeps x, attention's output, lse
-#     checkpoint k                     Segment of k blocks      keeps x of the first; its backward
+#     checkpoint k (1, too) without    Segment of k blocks      keeps x of the first; its backward
 #                                                               pass runs LeanBlocks
 #     checkpoint >= 1, no gradients    lean_forward             keeps nothing
 #
-# FSDP comes first on the road: 8 billion parameters, their gradients and AdamW's two moments are
-# 120 GiB in float32, and no token has been read yet. `fully_shard` (train.py) leaves each of N
-# ranks 1/N of that, and gathers a block's weights just before they are used. The model knows
-# nothing of it; it keeps one rule, to read a weight only inside the forward of the module that owns
-# it.
+# FSDP is torch's `fully_shard`, in train.py: of weights, gradients and moments (120 GiB in float32)
+# each of N ranks keeps 1/N, and a block's weights are gathered just before they are used. The model
+# keeps one rule for it: a weight is read only inside the forward of the FSDP unit that it is in.
 
 
 def rms_norm(x, weight, eps):  # [..., D], [D] -> [..., D]; in at least float32, rounded once
@@ -187,10 +181,9 @@ def rms_norm(x, weight, eps):  # [..., D], [D] -> [..., D]; in at least float32,
 
 
 def rotary(config, positions, dtype=torch.float32):
-    """Rotary tables for `positions` [s]: cos and sin of position x frequency, [s, 2, d/2].
-    In float64 and only then rounded to `dtype`: at position 5M, the product in float32 is off by up
-    to 0.3 rad. Made anew for every pass: a buffer of the model would be lost when the model is
-    built on the meta device. Sources: RoFormer, arXiv 2104.09864, section 3.4; arXiv 2407.21783."""
+    """Rotary tables for `positions` [s]: cos and sin of position x frequency, [s, 2, d/2]. In
+    float64 and only then rounded to `dtype`: at position 5M, the product in float32 is off by up to
+    0.3 rad. Sources: RoFormer, arXiv 2104.09864, section 3.4; arXiv 2407.21783."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=positions.device)
     frequency = config.rope_theta ** -(exponents / config.head_dim)
     if scaling := config.rope_scaling:
@@ -212,7 +205,7 @@ def rotate(x, rope):
 
 
 class QKV(NamedTuple):
-    """What turns a block's input into queries, keys and values; matrices are [out, in]."""
+    """The weights before attention: of queries, keys and values. Matrices are [out, in]."""
     norm: torch.Tensor              # [D]
     wq: torch.Tensor                # [H*d, D]
     wk: torch.Tensor                # [K*d, D]
@@ -221,51 +214,36 @@ class QKV(NamedTuple):
     k_norm: Optional[torch.Tensor]
 
 
-class SwiGLU(NamedTuple):
+class Rest(NamedTuple):
+    """The weights after attention: of the output projection and the MLP."""
+    wo: torch.Tensor                # [D, H*d]
     norm: torch.Tensor              # [D]
     gate: torch.Tensor              # [F, D]
     up: torch.Tensor                # [F, D]
     down: torch.Tensor              # [D, F]
 
 
-class Weights(NamedTuple):
-    """One block's weights in groups. Autograd's Functions take them flat: of(flat) groups them."""
-    qkv: QKV
-    wo: torch.Tensor                # [D, H*d]
-    mlp: SwiGLU
-
-    @classmethod
-    def of(cls, flat):
-        return cls(QKV(*flat[:6]), flat[6], SwiGLU(*flat[7:]))
-
-    def flat(self):
-        return (*self.qkv, self.wo, *self.mlp)
-
-
 # Functions of one token each; t tokens at a time, where t may be all s or a tile of them (part 7).
 
 
-def heads(n, w, head_norm, rope, config):
-    """Project normed tokens: n [t, D], w [h*d, D] -> [t, h, d]; head_norm and rope may be None."""
-    y = F.linear(n, w).unflatten(-1, (-1, config.head_dim))
+def heads(normed, w, head_norm, rope, config):
+    """[t, D], w [h*d, D] -> [t, h, d]; head_norm and rope may be None."""
+    y = F.linear(normed, w).unflatten(-1, (-1, config.head_dim))
     if head_norm is not None:
         y = rms_norm(y, head_norm, config.norm_eps)
     return y if rope is None else rotate(y, rope)
 
 
 def qkv_heads(x, w, rope, config):  # [t, D] -> q [t, H, d], k and v [t, K, d]
-    n = rms_norm(x, w.norm, config.norm_eps)
-    return (heads(n, w.wq, w.q_norm, rope, config), heads(n, w.wk, w.k_norm, rope, config),
-            heads(n, w.wv, None, None, config))
+    normed = rms_norm(x, w.norm, config.norm_eps)
+    return (heads(normed, w.wq, w.q_norm, rope, config),
+            heads(normed, w.wk, w.k_norm, rope, config), heads(normed, w.wv, None, None, config))
 
 
-def add_attention(x, o, wo):  # x [t, D] and attention's output o [t, H, d] -> h [t, D]
-    return x + F.linear(o.flatten(1), wo)
-
-
-def add_mlp(h, w, config):  # h + SwiGLU(norm(h)), [t, D] -> [t, D]
-    n = rms_norm(h, w.norm, config.norm_eps)
-    return h + F.linear(F.silu(F.linear(n, w.gate)) * F.linear(n, w.up), w.down)
+def add_rest(x, o, w, config):  # x [t, D], attention's output o [t, H, d] -> the block's y [t, D]
+    h = x + F.linear(o.flatten(1), w.wo)
+    normed = rms_norm(h, w.norm, config.norm_eps)
+    return h + F.linear(F.silu(F.linear(normed, w.gate)) * F.linear(normed, w.up), w.down)
 
 
 def logits(x, norm, head, config):  # [t, D] -> [t, V]; in at least float32: softmax is next
@@ -278,15 +256,13 @@ def token_losses(x, labels, norm, head, config):  # [t, D], [t] -> [t]; 0 for an
                            reduction="none")
 
 
-def textbook(x, w, p):
+def textbook(x, qkv, rest, p):
     """A block, x [s, D] -> [s, D], of which autograd keeps what it likes."""
-    q, k, v = qkv_heads(x, w.qkv, p.rope, p.config)
-    return add_mlp(add_attention(x, ulysses_attention(q, k, v, p), w.wo), w.mlp, p.config)
+    q, k, v = qkv_heads(x, qkv, p.rope, p.config)
+    return add_rest(x, ulysses_attention(q, k, v, p), rest, p.config)
 
 
 class Block(nn.Module):
-    """Norm, attention, norm, MLP: parameters under Hugging Face's names."""
-
     def __init__(self, c, index):
         super().__init__()
         self.index = index
@@ -305,22 +281,21 @@ class Block(nn.Module):
     def weights(self):
         a, m = self.self_attn, self.mlp
         q_norm, k_norm = (a.q_norm.weight, a.k_norm.weight) if "q_norm" in a else (None, None)
-        return Weights(
-            QKV(self.input_layernorm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight,
-                q_norm, k_norm),
-            a.o_proj.weight,
-            SwiGLU(self.post_attention_layernorm.weight, m.gate_proj.weight, m.up_proj.weight,
-                   m.down_proj.weight))
+        qkv = QKV(self.input_layernorm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight,
+                  q_norm, k_norm)
+        rest = Rest(a.o_proj.weight, self.post_attention_layernorm.weight, m.gate_proj.weight,
+                    m.up_proj.weight, m.down_proj.weight)
+        return qkv, rest
 
     def forward(self, x, p):  # [s, D] -> [s, D]
-        w = self.weights()
+        qkv, rest = self.weights()
         with span(f"block {self.index}"):
             if p.recipe.checkpoint == 0:
-                y = textbook(x, w, p)
+                y = textbook(x, qkv, rest, p)
             elif learns(x, [self]):
-                y = apply_boxed(LeanBlock, x, p, self.index, *w.flat())
+                y = apply_boxed(LeanBlock, x, p, self.index, *qkv, *rest)
             else:
-                y = lean_forward(x, w, p)
+                y = lean_forward(x, qkv, rest, p)
         p.progress(self.index, "forward")
         return y
 
@@ -352,15 +327,12 @@ class Pass:
     heads: Any                     # their ProcessGroup
     ring: Optional["Ring"]         # part 11
     s: int                         # tokens on this rank
+    tile: int                      # tokens in a tile, s without tiles
     rope: torch.Tensor             # [s, 2, d/2]
     mask: "Mask"                   # which keys a query sees
-    buffers: "StageBuffers"
+    buffers: dict                  # part 8
     store: "HostStore"
     progress: Callable             # progress(layer, "forward" | "again" | "backward")
-
-    @property
-    def tile(self):
-        return self.recipe.tile or self.s
 
 
 class GPT(nn.Module):
@@ -376,7 +348,7 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(config.dim)
         if not config.tie_embeddings:
             self.lm_head = Table(config.vocab_size, config.dim)
-        self.stage_buffers, self.store = StageBuffers(), HostStore()
+        self.stage_buffers, self.store = {}, HostStore()
         self.progress = lambda layer, way: None
         if not self.norm.weight.is_meta:
             self.init_weights(seed)
@@ -412,9 +384,9 @@ class GPT(nn.Module):
         docs: int64, where each document starts in the whole sequence (the same on every rank);
         attention and positions stay inside a document. None: the sequence is one.
         Raises BadInput for what the model cannot run, before anything is sent."""
-        if tokens.shape != labels.shape:
-            raise BadInput(f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)} differ"
-                           " in shape: there is one label for each token")
+        refuse(tokens.shape != labels.shape,
+               f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)} differ in shape:"
+               " there is one label for each token")
         p = self._start(tokens, recipe, docs)
         if total is None:
             total = (labels != IGNORE).sum()
@@ -434,11 +406,11 @@ class GPT(nn.Module):
             x, self.norm.weight, head, self.config))
 
     def _start(self, tokens, recipe, docs):
-        C, s, R = group_size(recipe.group), len(tokens), recipe.ring
-        recipe.check(self.config, C)
-        if tokens.dim() != 1 or s == 0 or R > 1 and s % 2:
-            raise BadInput(f"tokens {tuple(tokens.shape)} must be [s], one sequence, not empty, and"
-                           " with a ring s must be even: see shard()")
+        C, s, R = group_size(recipe.group), tokens.numel(), recipe.ring
+        check_recipe(recipe, self.config, C)
+        refuse(tokens.dim() != 1 or s == 0 or R > 1 and s % 2,
+               f"tokens {tuple(tokens.shape)} must be [s], one sequence, not empty, and with a ring"
+               " s must be even: see shard()")
         device, rank = tokens.device, dist.get_rank(recipe.group) if C > 1 else 0
         positions = token_places(s, C, R, rank).to(device)
         edges, ring, heads = None, None, recipe.group
@@ -452,12 +424,13 @@ class GPT(nn.Module):
             ring = Ring(group, r, R, ring_steps(r, R, s * C // (2 * R), mask))
         dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
         rope = rotary(self.config, positions, dtype)
-        return Pass(self.config, recipe, C // R, heads, ring, s, rope, mask, self.stage_buffers,
-                    self.store, self.progress)
+        return Pass(self.config, recipe, C // R, heads, ring, s, recipe.tile or s, rope, mask,
+                    self.stage_buffers, self.store, self.progress)
 
     def _losses(self, tokens, labels, p):  # [s], [s] -> [s]
-        # A tile of logits is V wide where the MLP is F wide: make it as much shorter.
+        # Logits are V/F times as wide as the MLP: their tiles are that much shorter.
         tile = min(p.tile, max(1, p.tile * self.config.ffn_dim // self.config.vocab_size))
+
         def losses(x, head):
             inputs = x, labels, self.norm.weight, head, self.config
             return TiledLosses.apply(*inputs, tile) if p.recipe.tile else token_losses(*inputs)
@@ -482,9 +455,9 @@ def document_edges(starts, S):
     """Starts of documents in a sequence of S tokens -> int32 [0, ..., S]. Raises BadInput."""
     starts = torch.as_tensor(starts, dtype=torch.int64)
     edges = F.pad(starts, (0, 1), value=S)
-    if starts.dim() != 1 or len(starts) == 0 or starts[0] != 0 or (edges.diff() <= 0).any():
-        raise BadInput(f"docs={starts.tolist()} must be where the documents start: 0 first, then"
-                       f" ascending, all below the sequence's length {S}")
+    refuse(starts.dim() != 1 or len(starts) == 0 or starts[0] != 0 or (edges.diff() <= 0).any(),
+           f"docs={starts.tolist()} must be where the documents start: 0 first, then ascending,"
+           f" all below the sequence's length {S}")
     return edges.to(torch.int32)
 
 
@@ -492,9 +465,11 @@ def document_edges(starts, S):
 #
 # At S = 5M the scores of one head are S x S: 50 TiB in bfloat16. A flash kernel never has them in
 # memory. Forward, it walks the keys in small blocks with a running softmax and returns, beside the
-# output, one number for each query: the log-sum-exp of its scores. This is all the backward pass
-# needs, for a probability is P = exp(score - lse), computed again block by block:
-#     dv = P^T do     dP = do v^T     dS = P (dP - rowsum(do o))     dq = dS k     dk = dS^T q
+# output, one number for each query: the log-sum-exp of its scores. With q, k, v and o this is all
+# that the backward pass needs, for a probability is A = exp(score - lse), computed again block by
+# block. With Z for the scores q k^T / sqrt(d):
+#     dv = A^T do     dA = do v^T     dZ = A (dA - rowsum(do o))
+#     dq = dZ k / sqrt(d)             dk = dZ^T q / sqrt(d)
 # (FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2.) The kernels are not ours to write. Ours
 # is to hand them what they can take: contiguous tensors, since a strided do has given wrong
 # gradients in silence, and fewer than 2^31 elements, since they index with 32 bits in places
@@ -588,14 +563,14 @@ def pick_kernel(name, q):
 
 
 def flash_forward(q, k, v, kernel="auto", mask=Mask()):
-    """Causal attention: q [S, u, d], k, v [S, n, d] -> o [S, u, d], lse [u, S] (float32 at least).
+    """Attention: q [S, u, d], k, v [S, n, d] -> o [S, u, d], lse [u, S] (float32 at least).
 
     Query head i reads kv head i // (u/n). Raises BadInput for 2^31 elements and more."""
     kernel = pick_kernel(kernel, q)
-    if q.numel() >= kernel.limit:
-        raise BadInput(f"attention over {q.shape[0]} tokens x {q.shape[1]} heads x {q.shape[2]}"
-                       f" is {q.numel()} elements in one call, and kernels index below 2^31: use"
-                       " attention='upipe' with fewer heads_per_stage")
+    refuse(q.numel() >= kernel.limit,
+           f"attention over {q.shape[0]} tokens x {q.shape[1]} heads x {q.shape[2]} is {q.numel()}"
+           " elements in one call, and kernels index below 2^31: use attention='upipe' with fewer"
+           " heads_per_stage")
     return kernel.forward(*(x.contiguous() for x in (q, k, v)), mask)
 
 
@@ -614,21 +589,6 @@ def attend_backward(do, q, k, v, o, lse, p):
     if p.ring:
         return ring_backward(do, q, k, v, o, lse, p)
     return flash_backward(do, q, k, v, o, lse, p.recipe.kernel, p.mask)
-
-
-class FlashAttention(torch.autograd.Function):
-    """The pair as autograd knows it; keeps q, k, v, o and lse."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, p):
-        ctx.p = p
-        o, lse = attend(q, k, v, p)
-        ctx.save_for_backward(q, k, v, o, lse)
-        return o
-
-    @staticmethod
-    def backward(ctx, do):
-        return *attend_backward(do, *ctx.saved_tensors, ctx.p), None
 
 
 # 4. Ulysses ---------------------------------------------------------------------------------------
@@ -653,10 +613,7 @@ class FlashAttention(torch.autograd.Function):
 
 def all_to_all(x, group=None, out=None):
     """x [P, s, u, d], destination rank first -> the same shape, source rank first. Both contiguous:
-    gloo writes into a strided output without a complaint. Sends (P-1)/P of x's bytes."""
-    if x.shape[0] != group_size(group):
-        raise BadInput(f"all_to_all of {x.shape[0]} parts needs one for each of the group's"
-                       f" {group_size(group)} ranks")
+    gloo writes into a strided output without a complaint. Of x, 1/P stays on this rank."""
     if len(x) == 1:
         return x
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -666,29 +623,15 @@ def all_to_all(x, group=None, out=None):
     return out
 
 
-class AllToAll(torch.autograd.Function):
-    """Its own gradient: what went from rank r to q goes back from q to r."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return all_to_all(x.contiguous(), group)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return all_to_all(dy.contiguous(), ctx.group), None
-
-
-def seq_to_heads(x, group=None):
+def seq_to_heads(x, group=None, out=None):
     """From "my tokens, all heads" to "all tokens, my heads": [P, s, u, d], destination rank first
-    -> [S, u, d] in order. The gradient is heads_to_seq. Raises BadInput if x.shape[0] is not P.
-    Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3."""
-    return AllToAll.apply(x, group).flatten(0, 1)
+    -> [S, u, d] in order. Source: DeepSpeed Ulysses, arXiv 2309.14509, section 3."""
+    return all_to_all(x, group, out).flatten(0, 1)
 
 
-def heads_to_seq(x, group=None):
+def heads_to_seq(x, group=None, out=None):
     """The way back: [S, u, d] -> [P, s, u, d], at index r my tokens of rank r's heads."""
-    return AllToAll.apply(x.unflatten(0, (group_size(group), -1)), group)
+    return all_to_all(x.unflatten(0, (group_size(group), -1)), group, out)
 
 
 def by_rank(x, P):
@@ -698,12 +641,30 @@ def by_rank(x, P):
     return x.unflatten(1, (ranks, -1)).repeat_interleave(P // ranks, dim=1)
 
 
+class UlyssesAttention(torch.autograd.Function):
+    """q, k, v [P, s, n, d], destination rank first -> o, likewise. Keeps what attention's backward
+    pass needs. The gradient of each all-to-all is the other one."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, p):
+        ctx.p = p
+        q, k, v = (seq_to_heads(x.contiguous(), p.heads) for x in (q, k, v))
+        o, lse = attend(q, k, v, p)  # [S, H/P, d], and k, v [S, max(1, K/P), d]
+        ctx.save_for_backward(q, k, v, o, lse)
+        return heads_to_seq(o, p.heads)
+
+    @staticmethod
+    def backward(ctx, do):
+        do = seq_to_heads(do.contiguous(), ctx.p.heads)
+        grads = attend_backward(do, *ctx.saved_tensors, ctx.p)
+        return *(heads_to_seq(x, ctx.p.heads) for x in grads), None
+
+
 def ulysses_attention(q, k, v, p):
     """Attention over all heads at once, by autograd: q [s, H, d], k and v [s, K, d] -> [s, H, d].
     With P = 1 nothing is sent, and it is the textbook's."""
-    q, k, v = (seq_to_heads(by_rank(y, p.P).transpose(0, 1), p.heads) for y in (q, k, v))
-    o = FlashAttention.apply(q, k, v, p)  # [S, H/P, d], and k, v [S, max(1, K/P), d]
-    o = heads_to_seq(o, p.heads)  # [S, H/P, d] -> [P, s, H/P, d]
+    q, k, v = (by_rank(x, p.P).transpose(0, 1) for x in (q, k, v))
+    o = UlyssesAttention.apply(q, k, v, p)  # [P, s, H/P, d]
     return o.transpose(0, 1).flatten(1, 2)  # -> [s, H, d]
 
 
@@ -715,11 +676,10 @@ def ulysses_attention(q, k, v, p):
 #   - torch's allocator of pinned memory rounds up to a power of two: 5 GiB pin 8. Slabs here are
 #     plain pages, as many as it takes, registered with CUDA.
 #   - when a tensor dies, the next one on the stream that computes gets its memory, while a copy may
-#     still be reading it. Tensor.record_stream would hold the memory back until the GPU is past the
-#     copy; but the CPU is hundreds of tiles ahead of the GPU, so it would hold back all of them.
-#     Instead, the stream that computes waits: before a parked tensor dies (wait_for_copies), and
-#     before a fetched one is read (arrived). By then the copy has usually finished: the wait is
-#     free.
+#     still be reading it. Tensor.record_stream frees it only when the GPU is past the copy; but the
+#     CPU is hundreds of tiles ahead, so the memory of all of them would be held at once. Instead,
+#     the stream that computes waits: before a parked tensor dies (wait_for_copies), and before a
+#     fetched one is read (arrived). By then the copy has usually finished: the wait is free.
 # Slabs need no such care: all copies, to and fro, queue on one stream.
 
 
@@ -732,11 +692,6 @@ class HostStore:
         self.bytes = 0                 # parked now
         self.slab_bytes = 0            # all slabs, free ones too: what the host really holds
         self.stream = None             # of the copies, on CUDA
-
-    def park(self, x):
-        """Start to copy x to the host -> Parked. x: contiguous, any shape, dtype and device. Leave
-        x as it is until wait_for_copies()."""
-        return Parked(self, x)
 
     def wait_for_copies(self):
         """Let computation wait for the copies: parked tensors may then die or be written over."""
@@ -755,8 +710,9 @@ class HostStore:
 
     def slab(self, size):
         """A slab of exactly `size` bytes."""
-        if not self.free[size] and self.bytes == 0:  # a new size in a new step: the old ones are
-            if self.stream is not None:              # a leak; copies may still be under way
+        if not self.free[size] and self.bytes == 0:
+            # A new size in a new step: nobody will ask for the old ones any more.
+            if self.stream is not None:  # copies may still be under way
                 self.stream.synchronize()
             self.free.clear()
             self.slab_bytes = 0
@@ -786,7 +742,8 @@ def pinned(size):
 
 
 class Parked:
-    """One tensor on the host. fetch() brings it back whole, rows(parked, tile) tile by tile."""
+    """A contiguous tensor x on its way to the host: leave x as it is until wait_for_copies().
+    fetch() brings it back whole, rows(parked, tile) tile by tile."""
 
     def __init__(self, store, x):
         assert x.is_contiguous(), (x.shape, x.stride())
@@ -802,9 +759,9 @@ class Parked:
     def __len__(self):
         return len(self.host)
 
-    def copy(self, a, b):
+    def copy(self, a, b, out=None):
         """Start to bring rows a to b -> (device tensor, event that says when they are there)."""
-        out = torch.empty_like(self.host[a:b], device=self.device)
+        out = torch.empty_like(self.host[a:b], device=self.device) if out is None else out[a:b]
         with self.store.copying("fetch"):
             out.copy_(self.host[a:b], non_blocking=True)
         return out, self.store.stream and self.store.stream.record_event()
@@ -824,11 +781,11 @@ def tile_spans(length, tile):  # [(0, tile), (tile, 2 * tile), ...]; the last ma
     return [(a, min(a + tile, length)) for a in range(0, length, tile)]
 
 
-def rows(x, tile):
+def rows(x, tile, whole=None):
     """Walk x, a tensor or Parked, in tiles: yields (a, b, x[a:b]). From the host, the next tile is
-    on its way while the caller works on this one."""
+    on its way while the caller works on this one; it lands in `whole`, if given."""
     spans = tile_spans(len(x), tile)
-    fetch = x.copy if isinstance(x, Parked) else lambda a, b: (x[a:b], None)
+    fetch = partial(x.copy, out=whole) if isinstance(x, Parked) else lambda a, b: (x[a:b], None)
     ahead = fetch(*spans[0])
     for (a, b), after in zip(spans, spans[1:] + [None]):
         here, ahead = ahead, after and fetch(*after)
@@ -838,22 +795,16 @@ def rows(x, tile):
 
 def whole_and_rows(x, tile):
     """(whole, walk): x on its device, and a walk like rows() that fills it on the way from the
-    host. Of what the walk has not reached yet, nothing may be read."""
+    host. Read only rows that the walk has passed."""
     if not isinstance(x, Parked):
         return x, rows(x, tile)
     whole = torch.empty_like(x.host, device=x.device)
-
-    def walk():
-        for a, b, x_t in rows(x, tile):
-            whole[a:b] = x_t
-            yield a, b, x_t
-
-    return whole, walk()
+    return whole, rows(x, tile, whole)
 
 
 def keep(p, *tensors):
     """What the backward pass will need: parked with `offload`, else as it is."""
-    return [p.store.park(x) if p.recipe.offload else x for x in tensors]
+    return [Parked(p.store, x) if p.recipe.offload else x for x in tensors]
 
 
 def take_kept(ctx):
@@ -871,19 +822,19 @@ def take_kept(ctx):
 # pass, at the price of one more forward pass (arXiv 1604.06174). Segment's docstring has the
 # simplest form. Segment itself is that for k blocks in a row. While they run again, each keeps its
 # input and its attention output (part 9), so that nothing runs a third time. Two levels: the inputs
-# of L/k segments wait, and 2k tensors for the blocks of the one at work. With L = 32 and k = 4 that
-# is 16 tensors, not 32.
+# of the other L/k - 1 segments wait, with 2k tensors for the blocks of the one at work and dy. With
+# L = 32 and k = 4 that is 16 tensors, not 32.
 #
 # A gradient [s, D] is 5 GiB, and a block has no room for two of them: it turns dy into dx in place.
 # But autograd holds the dy that it hands to a backward pass until that pass ends, and others may
-# hold it too (x + block(x) gives the same dy to both sides). So a pass gets dy in a *box*: a
-# Function behind it copies dy into the box, and what autograd hands on is one number, expanded. The
-# copy costs milliseconds where a block takes minutes.
+# hold it too (x + block(x) gives the same dy to both sides). So a pass gets dy in a *box*, a list:
+# IntoBox, behind it, copies dy into the box and hands on a zero, expanded to dy's shape without
+# memory. The copy costs milliseconds where a block takes minutes.
 
 
 class IntoBox(torch.autograd.Function):
-    """y -> y. Its backward pass leaves a copy of dy in `box`, for the Function that made y. With an
-    anchor that requires a gradient, y does too."""
+    """y -> y. Its backward pass leaves a copy of dy in `box`, for the Function that made y. An
+    anchor that requires a gradient makes y require one, too."""
 
     @staticmethod
     def forward(ctx, y, box, anchor=None):
@@ -894,20 +845,6 @@ class IntoBox(torch.autograd.Function):
     def backward(ctx, dy):
         ctx.box.append(dy.clone(memory_format=torch.contiguous_format))
         return dy.new_zeros(()).expand_as(dy) if ctx.needs_input_grad[0] else None, None, None
-
-
-class FromBox(torch.autograd.Function):
-    """y -> a number whose backward pass hands on the dy in `box`, a tensor or Parked."""
-
-    @staticmethod
-    def forward(ctx, y, box):
-        ctx.box = box
-        return y.new_zeros(())
-
-    @staticmethod
-    def backward(ctx, _):
-        dy = ctx.box.pop()
-        return dy.fetch() if isinstance(dy, Parked) else dy, None
 
 
 def apply_boxed(function, x, *args):
@@ -949,13 +886,13 @@ class Segment(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _):
         p, box, (x_needed, _, weights_needed, *_) = ctx.p, ctx.box, ctx.needs_input_grad
-        if weights_needed:  # but torch.autograd.grad(loss, middle) must not touch their .grad
+        if weights_needed:  # not if torch.autograd.grad asks for others: then it leaves .grad alone
             weights_needed = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
         y, = take_kept(ctx)
         y = y.fetch() if p.recipe.offload else y.detach()
-        if p.recipe.stream:  # dy waits on the host, too
+        if p.recipe.stream:  # dy waits on the host while the blocks run again
             dy = box.pop()
-            box.append(p.store.park(dy))
+            box.append(Parked(p.store, dy))
             p.store.wait_for_copies()
             del dy
         again = replace(p, recipe=replace(p.recipe, checkpoint=1, keep_attention=True),
@@ -965,7 +902,8 @@ class Segment(torch.autograd.Function):
             y = IntoBox.apply(y, dx, anchor)
             for block in ctx.blocks:
                 y = block(y, again)
-            end = FromBox.apply(y, box)
+            y.register_hook(lambda _: box.pop().fetch() if p.recipe.stream else box.pop())
+            end = y.sum()  # its gradient, 1, becomes dy in that hook
             del y  # only the graph behind it is wanted
         torch.autograd.backward(end, inputs=None if weights_needed else [anchor])
         return dx.pop() if x_needed else None, None, None, None, None
@@ -1007,48 +945,39 @@ class TiledLosses(torch.autograd.Function):
     def backward(ctx, dy):
         x, labels, *weights = ctx.saved_tensors
         x_needed, _, *needed, _, _ = ctx.needs_input_grad
-        dx, dw = torch.empty_like(x) if x_needed else None, WeightGrads(weights, needed)
+        dx, dw = torch.empty_like(x) if x_needed else None, zero_sums(weights, needed)
         for a, b, x_t in rows(x, ctx.tile):
             losses = lambda x_t, *w: token_losses(x_t, labels[a:b], *w, ctx.config)
-            dx_t, *grads = tile_grads(losses, (x_t, *weights), (x_needed, *needed), dy[a:b])
-            dw.add(grads)
+            dx_t = tile_backward(losses, x_t, weights, dy[a:b], x_needed, dw)
             if x_needed:
                 dx[a:b] = dx_t
-        return dx, None, *dw.done(), None, None
+        return dx, None, *rounded(dw, weights), None, None
 
 
-def tile_grads(fn, inputs, needed, dy):
-    """The gradient of fn(*inputs) for each input, by autograd; None where it is not needed. fn
-    returns a tensor, and dy is its gradient; or several, and dy their gradients."""
+def zero_sums(weights, needed):
+    """For the gradients of the weights to add up in, in at least float32; None where not needed."""
+    return [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) if need else None
+            for w, need in zip(weights, needed)]
+
+
+def rounded(sums, weights):
+    """The sums in the dtype of their weights."""
+    return [total if total is None else total.to(w.dtype) for total, w in zip(sums, weights)]
+
+
+def tile_backward(fn, x, weights, dy, x_needed, sums):
+    """Back through y = fn(x, *weights): returns dx, or None, and adds to the weights' sums."""
+    inputs, needed = (x, *weights), (x_needed, *(total is not None for total in sums))
     with torch.enable_grad():
-        leaves = [x if x is None else x.detach().requires_grad_(need)
-                  for x, need in zip(inputs, needed)]
-        out = fn(*leaves)
-        outs, dys = ([out], [dy]) if isinstance(out, torch.Tensor) else (out, dy)
-        reached = [i for i, y in enumerate(outs) if y.requires_grad]
-        grads = iter(torch.autograd.grad([outs[i] for i in reached],
-                                         [x for x, need in zip(leaves, needed) if need],
-                                         [dys[i] for i in reached]))
-    return [next(grads) if need else None for need in needed]
-
-
-class WeightGrads:
-    """Sums of weight gradients over tiles, in float32 (float64 for float64 weights); None where
-    no gradient is needed."""
-
-    def __init__(self, weights, needed):
-        self.weights = weights
-        self.sums = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
-                     if need else None for w, need in zip(weights, needed)]
-
-    def add(self, grads):
-        for total, grad in zip(self.sums, grads):
-            if total is not None:
-                total += grad
-
-    def done(self):
-        return [None if total is None else total.to(w.dtype)
-                for w, total in zip(self.weights, self.sums)]
+        leaves = [y if y is None else y.detach().requires_grad_(need)
+                  for y, need in zip(inputs, needed)]
+        wanted = [y for y, need in zip(leaves, needed) if need]
+        grads = iter(torch.autograd.grad(fn(*leaves), wanted, dy))
+    dx = next(grads) if x_needed else None
+    for total in sums:
+        if total is not None:
+            total += next(grads)
+    return dx
 
 
 # 8. UPipe -----------------------------------------------------------------------------------------
@@ -1061,12 +990,12 @@ class WeightGrads:
 # buffers. With U = P a rank works on one head: 1.25 GiB where it was 5, and no stage buffer grows
 # with H any more. On one rank, where nothing is sent, it is this:
 #
-#     def upipe(n, wq, wk, wv, o):            # n [S, D], normed -> fills o [S, H, d]
+#     def upipe(normed, wq, wk, wv, o):         # normed [S, D] -> fills o [S, H, d]
 #         for kv, queries in stages(H, K, P=1, U=u):
-#             k = heads(n, wk[kv])            # [S, n, d]; the weights as [heads, d, D]
-#             v = heads(n, wv[kv])
-#             for stage in queries:           # q, out: the next stage writes over both
-#                 q = heads(n, wq[stage])     # [S, u, d]
+#             k = heads(normed, wk[kv])         # [S, n, d]; the weights as [heads, d, D]
+#             v = heads(normed, wv[kv])
+#             for stage in queries:             # q, out: the next stage writes over both
+#                 q = heads(normed, wq[stage])  # [S, u, d]
 #                 out = attention(q, k, v)
 #                 o[:, stage] = out
 #
@@ -1102,23 +1031,16 @@ def stages(H, K, P, U):
             for j in range(0, kv, n)]
 
 
-class StageBuffers:
-    """The memory of a stage: a flat allocation each for "send" and for what arrives, "q", "k", "v",
-    "o", "do". Every stage of every layer gets the same: copy what you want to keep, since the next
-    one writes over it."""
-
-    def __init__(self):
-        self.flat = {}
-
-    def view(self, role, shape, like):
-        """A contiguous tensor in the memory of `role`, dtype and device of `like`; not cleared."""
-        size, flat = math.prod(shape), self.flat.pop(role, None)
-        kind = like.dtype, like.device
-        if flat is None or len(flat) < size or (flat.dtype, flat.device) != kind:
-            flat = None  # the old memory goes first: never both
-            flat = like.new_empty(size)
-        self.flat[role] = flat
-        return flat[:size].view(shape)
+def stage_buffer(role, shape, like, p):
+    """A contiguous tensor, not cleared, in the memory of `role`: "send", or for what arrives "q",
+    "k", "v", "o", "do". Every stage of every layer gets the same: copy what you want to keep, since
+    the next one writes over it."""
+    size, flat = math.prod(shape), p.buffers.pop(role, like[:0])
+    if len(flat) < size or (flat.dtype, flat.device) != (like.dtype, like.device):
+        flat = None  # the old memory goes first: never both
+        flat = like.new_empty(size)
+    p.buffers[role] = flat
+    return flat[:size].view(shape)
 
 
 def exchange(role, parts, p):
@@ -1128,18 +1050,17 @@ def exchange(role, parts, p):
     for a, b, part in parts:
         if send is None:  # alone, a rank needs no second buffer to send to itself
             shape = (p.P, p.s, *part.shape[2:])
-            send = p.buffers.view("send" if p.P > 1 else role, shape, part)
+            send = stage_buffer("send" if p.P > 1 else role, shape, part, p)
         send[:, a:b] = part.transpose(0, 1)
-    out = p.buffers.view(role, shape, send) if p.P > 1 else None
-    return all_to_all(send, p.heads, out).flatten(0, 1)
+    out = stage_buffer(role, shape, send, p) if p.P > 1 else None
+    return seq_to_heads(send, p.heads, out)
 
 
 def send_home(x, p):
     """The reverse: what a kernel made, [S, n, d] -> [s, P, n, d], my tokens by the rank that worked
     on them. In the send buffer, which is free by now."""
-    x = x.unflatten(0, (p.P, p.s))
-    out = p.buffers.view("send", x.shape, x) if p.P > 1 else None
-    return all_to_all(x, p.heads, out).transpose(0, 1)
+    out = stage_buffer("send", (p.P, p.s, *x.shape[1:]), x, p) if p.P > 1 else None
+    return heads_to_seq(x, p.heads, out).transpose(0, 1)
 
 
 def load(role, own_heads, x, w, p):
@@ -1153,9 +1074,9 @@ def load(role, own_heads, x, w, p):
 
     def parts():
         for a, b, x_t in rows(x, p.tile):
-            n = rms_norm(x_t, w.norm, p.config.norm_eps)
+            normed = rms_norm(x_t, w.norm, p.config.norm_eps)
             turn = None if rope is None else rope[a:b]
-            y = heads(n, weight, head_norm, turn, p.config)  # [t, D] -> [t, ranks*n, d]
+            y = heads(normed, weight, head_norm, turn, p.config)  # [t, D] -> [t, ranks*n, d]
             yield a, b, by_rank(y, p.P)
 
     return exchange(role, parts(), p)
@@ -1170,12 +1091,13 @@ def attention_forward(x, w, p):
     """Attention in stages: x [s, D], w QKV -> o [s, H, d], lse [H/P, S] of this rank's heads.
 
     At its peak there are o and 7 stage buffers: send, q, k, v, the kernel's output, and o and do if
-    there was a backward pass before. Sends (2H + 2 max(K, P)) s d elements, for any U."""
+    there was a backward pass before. Sends (2H + 2 max(K, P)) s d elements, for any U (1/P of them
+    to itself)."""
     H, d = p.config.n_heads, p.config.head_dim
     o = x.new_empty(p.s, p.P, H // p.P, d)
     lse = x.new_empty(H // p.P, p.P * p.s, dtype=p.rope.dtype)
-    if p.P > 1:  # queries are the most that is sent: with room for them, the buffer never moves
-        p.buffers.view("send", (p.s, p.recipe.stage_heads(p.config, p.P), d), x)
+    if p.P > 1:  # queries are the most that is sent: made for them, the buffer is never made again
+        stage_buffer("send", (p.s, p.recipe.stage_heads(p.config, p.P), d), x, p)
     for kv, queries in schedule(p):
         k, v = load("k", kv, x, w, p), load("v", kv, x, w, p)
         for stage in queries:
@@ -1189,7 +1111,7 @@ def attention_forward(x, w, p):
 
 def attention_backward(x, o, lse, dh, wo, w, p):
     """Back through attention, stage by stage: writes dq over o [s, H, d] and returns dk, dv [s, K,
-    d]. A stage reads its heads of o before it writes them, and no other stage does.
+    d]. A stage reads its heads of o before it writes them; no other stage touches them.
 
     q, k and v are projected again, and do is made of dh [s, D] as a stage needs it. At its peak
     there are dq, dk, dv and 11 stage buffers: send, q, k, v, o, do, the kernel's dq, dk, dv, the
@@ -1235,30 +1157,29 @@ def collect(home, kv, parts, p):
 
 # 9. The lean block --------------------------------------------------------------------------------
 #
-# Everything together. One Function is the whole block, for only who owns all its tensors can say
-# when each is dead. Forward: attention in stages, then output projection, residual and MLP in one
-# walk over the tiles. It keeps x, attention's output o and lse, on the host with `offload`.
-# Backward:
+# Everything together. One Function is the whole block, since only the owner of all tensors knows
+# when each of them can be freed. Forward: attention in stages, then output projection, residual and
+# MLP in one walk over the tiles. It keeps x, attention's output o and lse, on the host with
+# `offload`. Backward:
 #     (a) tile by tile: h again and back through the MLP: dy becomes dh, in place
 #     (b) stage by stage: q, k, v again and back through attention: dq takes the place of o
 #     (c) tile by tile: dq, dk, dv become dx, in place of dh
 # Of size s x D three are alive: x, dh (was dy, will be dx) and o (will be dq); and beside them dk,
 # dv (2 s K d) and the stage buffers. With `stream`, x and dh wait on the host during (b), which
-# reads their tiles from there, once for each of its H/U stages: one is left. That costs nothing at
-# a million tokens and more, where a stage of attention takes longer than such a walk.
-#
-# The arithmetic and the traffic are those of checkpointed Ulysses, which is U = H in this code.
+# reads their tiles from there, once for each of its H/U stages: one is left then. At a million
+# tokens and more this costs nothing: a stage of attention takes longer than such a walk. (Keeping
+# o beside x: arXiv 2310.03294.)
 
 
-def lean_forward(x, w, p, keep=lambda *tensors: None):
-    """A block forward, x [s, D] -> [s, D]. Calls keep(x) and keep(o, lse), o [s, H, d], lse [H/P,
-    S], as soon as these are there: copies hide behind the attention and behind the MLP."""
-    keep(x)
-    o, lse = attention_forward(x, w.qkv, p)
-    keep(o, lse)
+def lean_forward(x, qkv, rest, p, see=lambda *tensors: None):
+    """A block forward, x [s, D] -> [s, D]. Calls see(x) and see(o, lse), o [s, H, d], lse [H/P, S],
+    as soon as these are there: copies hide behind the attention and behind the MLP."""
+    see(x)
+    o, lse = attention_forward(x, qkv, p)
+    see(o, lse)
     y = torch.empty_like(x)
     for a, b, x_t in rows(x, p.tile):
-        y[a:b] = add_mlp(add_attention(x_t, o[a:b], w.wo), w.mlp, p.config)
+        y[a:b] = add_rest(x_t, o[a:b], rest, p.config)
     p.store.wait_for_copies()
     return y
 
@@ -1273,107 +1194,102 @@ class LeanBlock(torch.autograd.Function):
     def forward(ctx, x, box, p, index, *weights):
         ctx.box, ctx.p, ctx.index, ctx.kept = box, p, index, []
         ctx.save_for_backward(*weights)
-        return lean_forward(x, Weights.of(weights), p,
+        return lean_forward(x, *grouped(weights), p,
                             lambda *tensors: ctx.kept.extend(keep(p, *tensors)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, _):
-        p, w = ctx.p, Weights.of(ctx.saved_tensors)
-        x_needed, needed = ctx.needs_input_grad[0], Weights.of(ctx.needs_input_grad[4:])
-        attention_needed = x_needed or any(needed.qkv)
+        p, (qkv, rest) = ctx.p, grouped(ctx.saved_tensors)
+        x_needed, (qkv_needed, rest_needed) = ctx.needs_input_grad[0], grouped(
+            ctx.needs_input_grad[4:])
+        attention_needed = x_needed or any(qkv_needed)
         x, o, lse = take_kept(ctx)
         x, x_rows = (x, rows(x, p.tile)) if p.recipe.stream else whole_and_rows(x, p.tile)
         o, o_rows = whole_and_rows(o, p.tile)
         lse = lse.fetch() if p.recipe.offload else lse
-        dh, dx, dw_qkv = ctx.box.pop(), None, [None] * len(w.qkv)
+        dh, dx, d_qkv = ctx.box.pop(), None, [None] * len(qkv)
 
-        dw_wo, dw_mlp = mlp_backward(x_rows, o_rows, dh, attention_needed, w, needed, p)  # (a)
+        d_rest = rest_backward(x_rows, o_rows, dh, rest, attention_needed, rest_needed, p)  # (a)
         if attention_needed:
             if p.recipe.stream:
-                parked = p.store.park(dh)
+                parked = Parked(p.store, dh)
                 p.store.wait_for_copies()
                 dh = parked
-            dk, dv = attention_backward(x, o, lse, dh, w.wo, w.qkv, p)  # (b)
-            dx, *dw_qkv = project_backward(x, o, dk, dv, dh, w.qkv, x_needed, needed.qkv, p)  # (c)
+            dk, dv = attention_backward(x, o, lse, dh, rest.wo, qkv, p)  # (b)
+            dx, d_qkv = project_backward(x, o, dk, dv, dh, qkv, x_needed, qkv_needed, p)  # (c)
         p.progress(ctx.index, "backward")
-        return dx, None, None, None, *dw_qkv, dw_wo, *dw_mlp
+        return dx, None, None, None, *d_qkv, *d_rest
 
 
-def mlp_backward(x_rows, o_rows, dh, dh_needed, w, needed, p):
+def grouped(flat):
+    """Autograd's Functions take a block's weights one by one."""
+    n = len(QKV._fields)
+    return QKV(*flat[:n]), Rest(*flat[n:])
+
+
+def rest_backward(x_rows, o_rows, dh, w, dh_needed, needed, p):
     """(a) h = x + o wo^T, y = h + mlp(norm(h)): dy becomes dh in place, [s, D]. Returns the
-    gradients of wo and of the MLP's weights."""
-    dwo, dmlp = WeightGrads([w.wo], [needed.wo]), WeightGrads(w.mlp, needed.mlp)
-    dh_needed = dh_needed or needed.wo
+    gradients of w, the Rest. With o held fixed, the gradient of x is dh."""
+    dw = zero_sums(w, needed)
     for (a, b, x_t), (_, _, o_t) in zip(x_rows, o_rows):
-        h_t = add_attention(x_t, o_t, w.wo)
-        dh_t, *grads = tile_grads(lambda h, *mlp: add_mlp(h, SwiGLU(*mlp), p.config),
-                                  (h_t, *w.mlp), (dh_needed, *needed.mlp), dh[a:b])
-        dmlp.add(grads)
+        rest = lambda x, *w: add_rest(x, o_t, Rest(*w), p.config)
+        dh_t = tile_backward(rest, x_t, w, dh[a:b], dh_needed, dw)
         if dh_needed:
             dh[a:b] = dh_t
-        if needed.wo:
-            dwo.add([dh_t.T @ o_t.flatten(1)])  # [D, t] @ [t, H*d]
-        del h_t, dh_t, grads
-    return *dwo.done(), dmlp.done()
+    return rounded(dw, w)
 
 
 def project_backward(x, dq, dk, dv, dh, w, x_needed, needed, p):
     """(c) Back through norm and projections: dx = dh + their part, in dh's memory if it is on the
     device. Returns dx or None, and the gradients of w, the QKV."""
-    dw = WeightGrads(w, needed)
+    dw = zero_sums(w, needed)
     dx, dh_rows = whole_and_rows(dh, p.tile) if x_needed else (None, rows(dh, p.tile))
     for (a, b, x_t), (_, _, dh_t) in zip(rows(x, p.tile), dh_rows):
-        project = lambda x_t, *w: qkv_heads(x_t, QKV(*w), p.rope[a:b], p.config)
-        dx_t, *grads = tile_grads(project, (x_t, *w), (x_needed, *needed),
-                                  (dq[a:b], dk[a:b], dv[a:b]))
-        dw.add(grads)
+        project = lambda x, *w: torch.cat(qkv_heads(x, QKV(*w), p.rope[a:b], p.config), dim=1)
+        dqkv = torch.cat((dq[a:b], dk[a:b], dv[a:b]), dim=1)  # [t, H + 2K, d]
+        dx_t = tile_backward(project, x_t, w, dqkv, x_needed, dw)
         if x_needed:
             dx[a:b] = dh_t + dx_t
-    return dx, *dw.done()
+    return dx, rounded(dw, w)
 
 
 # 10. What is legal --------------------------------------------------------------------------------
 
 
 def check_recipe(recipe, config, C):
-    """Raise BadInput, naming value, rule and remedy, unless `config` can run `recipe` on C ranks.
-
-    It looks at numbers alone: nothing is sent, and all ranks come to the same answer."""
+    """Raise BadInput unless `config` can run `recipe` on C ranks. It looks at numbers alone:
+    nothing is sent, all ranks come to the same answer."""
     r, H, K, R = recipe, config.n_heads, config.n_kv_heads, recipe.ring
-    if R < 1 or C % R:
-        raise BadInput(f"ring={R} does not divide the {C} ranks that share a sequence: use"
-                       f" {[n for n in range(1, C + 1) if C % n == 0]}")
-    P, U = C // R, recipe.stage_heads(config, C // R)
+    refuse(R < 1 or C % R, f"ring={R} does not divide the {C} ranks that share a sequence: use"
+           f" {[n for n in range(1, C + 1) if C % n == 0]}")
+    refuse(r.attention not in ("plain", "ulysses", "upipe"),
+           f"attention={r.attention!r} is unknown: use 'plain', 'ulysses' or 'upipe'")
+    refuse(r.attention == "plain" and C > 1,
+           f"attention='plain' runs on one rank, not {C}: use 'ulysses' or 'upipe'")
+    refuse(r.heads_per_stage and r.attention != "upipe",
+           f"heads_per_stage={r.heads_per_stage} needs attention='upipe'")
+    refuse(r.checkpoint < 0,
+           f"checkpoint={r.checkpoint} must be 0 (off) or the number of blocks in a segment")
+    refuse(r.tile < 0, f"tile={r.tile} must be 0 (off) or a number of tokens")
+    for on, name in ((r.attention == "upipe", "attention='upipe'"), (r.tile, f"tile={r.tile}"),
+                     (r.offload, "offload")):
+        refuse(on and not r.checkpoint,
+               f"{name} needs checkpoint >= 1, not 0, the textbook's block")
+    refuse(r.keep_attention and r.checkpoint != 1, "keep_attention needs checkpoint=1, not"
+           f" {r.checkpoint}: longer segments run attention again")
+    refuse(r.stream and not r.offload, "stream needs offload: it reads what offload has parked")
+    refuse(r.kernel not in ("auto", *KERNELS),
+           f"kernel={r.kernel!r} is unknown: use 'auto', {', '.join(sorted(KERNELS))}")
+    P, U = C // R, r.stage_heads(config, C // R)
     ranks, stage_heads = legal_ranks(H, K), legal_stage_heads(H, K, P)
     rings = [f"ring={C // n} x {n} ranks" for n in ranks if C % n == 0]
-    rules = [
-        (r.attention in ("plain", "ulysses", "upipe"),
-         f"attention={r.attention!r} is unknown: use 'plain', 'ulysses' or 'upipe'"),
-        (r.attention != "plain" or C == 1,
-         f"attention='plain' runs on one rank, not {C}: use 'ulysses' or 'upipe'"),
-        (r.heads_per_stage == 0 or r.attention == "upipe",
-         f"heads_per_stage={r.heads_per_stage} needs attention='upipe'"),
-        (r.checkpoint >= 0,
-         f"checkpoint={r.checkpoint} must be 0 (off) or the number of blocks in a segment"),
-        (r.tile >= 0, f"tile={r.tile} must be 0 (off) or a number of tokens"),
-        *((r.checkpoint or not on, f"{name} needs checkpoint >= 1, not 0, the textbook's block")
-          for name, on in (("attention='upipe'", r.attention == "upipe"),
-                           (f"tile={r.tile}", r.tile), ("offload", r.offload))),
-        (not r.keep_attention or r.checkpoint == 1, "keep_attention needs checkpoint=1, not"
-         f" {r.checkpoint}: longer segments run attention again"),
-        (not r.stream or r.offload, "stream needs offload: it reads what offload has parked"),
-        (r.kernel == "auto" or r.kernel in KERNELS,
-         f"kernel={r.kernel!r} is unknown: use 'auto', {', '.join(sorted(KERNELS))}"),
-        (P in ranks, f"{P} ranks cannot share n_heads={H}, n_kv_heads={K}: their number must"
-         f" divide H, and divide K or be a multiple of it (legal: {ranks}; {C} ranks can be"
-         f" {', '.join(rings)})"),
-        (U in stage_heads, f"heads_per_stage={U} is not possible with n_heads={H}, n_kv_heads={K}"
-         f" on {P} ranks: a stage takes part of the queries of one kv head per rank, or all of"
-         f" several (legal: {stage_heads})")]
-    for holds, message in rules:
-        if not holds:
-            raise BadInput(message)
+    refuse(P not in ranks, f"{P} ranks cannot share n_heads={H}, n_kv_heads={K}: their number must"
+           f" divide H, and divide K or be a multiple of it (legal: {ranks}; {C} ranks can be"
+           f" {', '.join(rings)})")
+    refuse(U not in stage_heads, f"heads_per_stage={U} is not possible with n_heads={H},"
+           f" n_kv_heads={K} on {P} ranks: a stage takes part of the queries of one kv head per"
+           f" rank, or all of several (legal: {stage_heads})")
 
 
 def legal_ranks(H, K):
@@ -1388,30 +1304,25 @@ def legal_stage_heads(H, K, P):
     whole = lambda u: u % readers == 0 and kv % (u // readers) == 0
     return [u * P for u in range(1, H // P + 1) if readers % u == 0 or whole(u)]
 
+
 # 11. A ring outside -------------------------------------------------------------------------------
 #
 # Ulysses and UPipe end where the heads end: Llama-3-8B has 32, so no more than 32 ranks can share a
 # sequence, and one head of more than 16.7M tokens is past a kernel's 2^31 indices. A ring goes on
 # from there (arXiv 2310.01889; around Ulysses: arXiv 2411.01783 and 2405.07719): C = R P ranks are
-# R members of P ranks. The P ranks of a member exchange heads as before, for the member's S/R
-# tokens: in parts 3 to 9, S is then S/R. What a stage gives to its kernel is the q, k, v of these
-# tokens, and the kernel is what the ring replaces: k and v travel from member to member, and each
-# member's queries meet all of them. Nothing outside this part knows of it, but for the place of a
-# rank's tokens.
+# R members of P ranks. The P ranks of a member exchange heads as before, but have S/R tokens: in
+# parts 3 to 9, S is then S/R. The ring stands in for the kernel alone: k and v of a stage travel
+# from member to member, and each member's queries meet all of them.
 #
 # Balance: a causal query sees only what is before it, so members with late tokens would have most
 # of the work. Cut the sequence into 2R chunks; member r takes chunk r, from the front, and chunk
 # 2R - 1 - r, from the back. Then, with c = S/2R tokens in a chunk, a member's work is
-#     with its own k and v      one causal call: chunk r is before chunk 2R - 1 - r 2c x 2c / 2
-#     with an earlier member's  all its queries see its first chunk, none see the second 2c x c
-#     with a later member's     its second chunk sees both chunks, its first neither      c x 2c
-# the same on every rank in every step. For R = 2 (x: a causal block, #: all of it is seen):
-#
-#              keys of  0 1 2 3
-#     queries of chunk 0  x            member 0 has chunks 0 and 3, member 1 has 1 and 2
-#                      1  # x          step 0:   0 3 on 0 3           1 2 on 1 2
-#                      2  # # x        step 1:   3 on 1 2             1 2 on 0
-#                      3  # # # x
+#     with its own k and v      one causal call: chunk r is before chunk 2R - 1 - r    2c x 2c / 2
+#     with an earlier member's  all queries see that member's first chunk, none the second  2c x c
+#     with a later member's     queries of the second chunk see both, of the first none     c x 2c
+# which is the same on every rank in every step: 2 c^2. For R = 2:
+#     member 0 has chunks 0, 3    step 0: queries 0, 3 on keys 0, 3    step 1: 3 on 1, 2
+#     member 1 has chunks 1, 2            queries 1, 2 on keys 1, 2            1, 2 on 0
 #
 # Partial outputs merge by their log-sum-exp. Going back, with the merged lse and o each step gives
 # its part of dq, dk, dv: dq adds up here, dk and dv travel with their k and v until they are home.
@@ -1457,8 +1368,8 @@ def token_places(s, C, R, rank):
 def ring_steps(r, R, c, mask):
     """The steps of member r, for chunks of c tokens and the Mask of the whole sequence.
 
-    Of two members' tokens, only one document can have a part of both: the one that has the last of
-    the keys. It ends after some of the queries and begins before some of the keys."""
+    Only one document can have queries here and, before them, keys of another member: the one with
+    the last of these keys. It ends after some of the queries and begins before some of the keys."""
     def before(place, member):  # how many of a member's tokens are before this place
         return sum(min(max(place - chunk * c, 0), c) for chunk in (member, 2 * R - 1 - member))
 
@@ -1488,7 +1399,7 @@ def visitors(k, v, p):
     pairs of buffers, while the caller works on these."""
     here = k, v
     for j in range(1, p.ring.size):
-        after = [p.buffers.view(f"ring {name}{j % 2}", k.shape, k) for name in "kv"]
+        after = [stage_buffer(f"ring {name}{j % 2}", k.shape, k, p) for name in "kv"]
         works = pass_on(here, after, p.ring)
         yield here
         for work in works:
@@ -1514,7 +1425,8 @@ def ring_forward(q, k, v, p):
 
 def ring_backward(do, q, k, v, o, lse, p):
     """dq [S/R, u, d], dk, dv [S/R, n, d] of ring_forward, rounded once."""
-    dq, dkv, works = torch.zeros_like(q, dtype=lse.dtype), [], []
+    dq, *dkv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    works = []
     for (queries, keys, mask), (k_m, v_m) in zip(p.ring.steps, visitors(k, v, p)):
         grads = None
         if queries.start < queries.stop and keys.start < keys.stop:
@@ -1523,7 +1435,6 @@ def ring_backward(do, q, k, v, o, lse, p):
             dq[queries] += grads[0]
         for work in works:  # what the members behind have added for this k and v is here by now
             work.wait()
-        dkv = dkv or [torch.zeros_like(x, dtype=lse.dtype) for x in (k, v)]
         for total, grad in zip(dkv, grads[1:] if grads else ()):
             total[keys] += grad
         sent, dkv = dkv, [torch.empty_like(x) for x in dkv]

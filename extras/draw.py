@@ -24,7 +24,7 @@ LAYERS = {  # of docs/block.png, from below: colour -> kinds of the meter
     "#888888": ["activations", "weight gradients", "gradients in autograd"]}
 PHASES = {  # by the function of upipe.py that begins it: title, where it is drawn, what is where
     "attention_forward": ("attention", 0, 3, {"x": 0.5, "o": 1.5, "stage buffers": 2.16}),
-    "add_attention": ("MLP", 3, 4.3, {"y": 2.5}),
+    "add_rest": ("MLP", 3, 4.3, {"y": 2.5}),
     "backward": ("(a) MLP", 4.6, 6.6, {"o": 1.5, "dy to dh": 2.5}),
     "attention_backward": ("(b) attention", 6.6, 12, {
         "x": 0.5, "dq writes over o": 1.5, "dh": 2.5, "dk, dv": 3.26, "stage buffers": 5.2}),

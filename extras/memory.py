@@ -38,14 +38,15 @@ BETWEEN_STEPS = ("parameters", "gradients", "optimizer")  # kinds that stay from
 # What a tensor is, by the innermost of these functions of upipe.py that was at work. A test fails
 # when upipe.py has no function of such a name, and when a step makes a tensor of unknown kind.
 KINDS = dict(
-    view="stage buffers", attention_forward="attention output", attention_backward="dk and dv",
+    stage_buffer="stage buffers", attention_forward="attention output",
+    attention_backward="dk and dv",
     lean_forward="residual stream", fetch="residual stream", backward="residual gradient",
     rotary="rotary tables", token_losses="logits tile",
-    logits="logits tile", __init__="weight gradients", done="weight gradients",
+    logits="logits tile", zero_sums="weight gradients", rounded="weight gradients",
     flash_forward="kernel outputs", flash_backward="kernel outputs", slab="parked",
     ring_forward="sums over the ring", ring_backward="sums over the ring",
-    **dict.fromkeys(("rows", "load", "collect", "output_gradient", "heads", "add_mlp",
-                     "add_attention", "mlp_backward", "tile_grads", "add", "project_backward",
+    **dict.fromkeys(("rows", "load", "collect", "output_gradient", "heads", "add_rest",
+                     "rest_backward", "tile_backward", "project_backward",
                      "ulysses_attention", "forward", "rms_norm"), "activations"))
 
 
@@ -69,7 +70,7 @@ class Meter(TorchDispatchMode):
     def __enter__(self):
         resize = torch.UntypedStorage.resize_
 
-        def resize_(storage, size):  # how FSDP and upipe free memory that is still referred to
+        def resize_(storage, size):  # how FSDP frees memory that is still referred to
             resize(storage, size)
             self.count(storage)
             return storage
@@ -331,7 +332,7 @@ def verdict(settings, report):
               f"{name}    {gib(report.device)} GiB at the peak, {gib(most)} usable of {card}"),
              (node / room, f"host      {gib(report.host)} GiB a rank, {gib(node)} a node of "
                            f"{machine.ranks}, {gib(room)} usable of {host}"),
-             (call, f"kernel    {call:.2f} x 2^31 elements in a call, and its indices end at 1"))
+             (call, f"kernel    {call:.2f} x 2^31 elements in a call, at most 1"))
     return max(lines)[0], "\n".join(
         text + (": fits" if share <= 1 else ": does not fit") for share, text in lines)
 
