@@ -1,9 +1,9 @@
 """UPipe from scratch: training a language model on millions of tokens, in one readable file.
 
 A transformer's memory grows with its context. Give Llama-3-8B one sequence of 5M tokens (5 x 2^20)
-and a single [S, D] activation in bfloat16 is 40 GiB; a textbook implementation keeps over twenty of
-them in each of its 32 blocks. This file removes them, one technique after another, until the step
-fits on eight 80 GB GPUs. Nothing is approximated: every recipe gives plain attention's gradients.
+and a single [S, D] activation in bfloat16 is 40 GiB; a textbook implementation keeps 26.5 of them
+in each of its 32 blocks. This file removes them, one technique after another, until the step fits
+on eight 80 GB GPUs. Nothing is approximated: every recipe gives plain attention's gradients.
 
 Symbols, used in every shape comment (small letters are one rank's part):
     S  tokens in the whole sequence   C  ranks that share it        s = S/C  tokens on one rank
@@ -13,7 +13,7 @@ Symbols, used in every shape comment (small letters are one rank's part):
     n  kv heads that a stage reads
 There is no batch dimension: at these lengths the batch is one sequence. Activations are [s, D],
 heads [S, u, d]. `p` is the Pass: all that a block knows beside x and weights. `group` is the torch
-ProcessGroup of those ranks.
+ProcessGroup of the C ranks.
 
 Contents, in the order in which the memory runs out:
     1. Config and recipe     every size and every switch
@@ -157,10 +157,10 @@ def span(name):
 # is in functions of (activations, weights), because parts 7 to 9 call them tile by tile and stage
 # by stage. What autograd keeps of one block for the backward pass, in units of s x D elements
 # (llama3-8b: H d = D, K d = D/4, F = 3.5 D):
-#     norm: its input, the same normalised, and its output 3 | q and k, rotated, and v 1.5
-#     attention's output 1 | h and its norm 3 | MLP: gate, up, silu(gate), their product 14  -> 22.5
-# In bfloat16 it is 26.5: a norm computes in float32, and keeps two of its three as that. (CUDA's
-# keeps one less. A test counts: test_autograd_keeps_what_part_2_lists.)
+#     norm: input, input normalised, output 3 | q and k, rotated, and v 1.5 | attention's output 1
+#     second norm, the same 3 | MLP: gate, up, silu(gate), their product 14                -> 22.5
+# In bfloat16 it is 26.5: a norm computes in float32, and keeps two of its three as that. (On CUDA a
+# norm keeps one less. A test counts: test_autograd_keeps_what_part_2_lists.)
 #
 # At 5M tokens s x D is 40 GiB on one rank: 26.5 x 40 GiB x 32 blocks = 33 TiB. Parts 3 to 9 keep
 # one or two of the 26.5. The recipe decides in Block.forward and GPT._run which code a block runs:
@@ -700,7 +700,7 @@ class HostStore:
 
     @contextmanager
     def copying(self, name):
-        """Copies in here are behind all that has been computed so far, and beside what comes."""
+        """Copies in here start after all work queued so far, and run beside later work."""
         if self.stream is None:
             yield
             return
@@ -818,7 +818,7 @@ def take_kept(ctx):
 
 # 6. Checkpointing ---------------------------------------------------------------------------------
 #
-# Of a block's 26 s D one must be kept: its input. The rest can be computed again in the backward
+# Of a block's 26.5 s D one must be kept: its input. The rest can be computed again in the backward
 # pass, at the price of one more forward pass (arXiv 1604.06174). Segment's docstring has the
 # simplest form. Segment itself is that for k blocks in a row. While they run again, each keeps its
 # input and its attention output (part 9), so that nothing runs a third time. Two levels: the inputs
@@ -879,7 +879,7 @@ class Segment(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, box, anchor, p, blocks):
         ctx.box, ctx.p, ctx.blocks = box, p, blocks
-        ctx.kept = keep(p, x)  # the first block waits for the copy
+        ctx.kept = keep(p, x)  # lean_forward ends with wait_for_copies
         return run_blocks(x, p, blocks)
 
     @staticmethod
@@ -926,8 +926,8 @@ def run_segment(x, p, blocks):
 # arXiv 2506.13996, section 3).
 #
 # One care: a weight's gradient is the sum over all tiles. Rounded to bfloat16 after each tile, it
-# would lose digits with every one. It adds up in float32, and goes to autograd once: FSDP expects
-# just one gradient per weight and pass.
+# would lose digits with every one. So it adds up in float32. Autograd gets it once, since FSDP
+# expects one gradient per weight and pass.
 
 
 class TiledLosses(torch.autograd.Function):
@@ -1001,9 +1001,10 @@ def tile_backward(fn, x, weights, dy, x_needed, sums):
 #
 # Grouped queries fix the order. Rank r owns query heads r*H/P .. and the kv heads they read. It
 # loads kv heads once, walks the query heads that read them, adds up dk and dv on the way and sends
-# them home once. The query heads of a stage are hence not neighbours in wq: each rank contributes
-# the next of its own. Query head i reads kv head i // G, always. (The paper's code pairs them by
-# their place in the stage: harmless from a random start, silently wrong for released weights.)
+# them home once. So a stage takes the next heads of every rank, and these are no neighbours in wq:
+# for P = 2, H = 8 and U = 2, heads 0 and 4, then 1 and 5. Query head i always reads kv head i // G.
+# (The paper's code pairs them by their place in the stage: harmless from a random start, silently
+# wrong for released weights.)
 #
 # With ranks, one block's attention for P = 2, H = 8, K = 2, U = 4, as rank 0 sees it (u = 2, and
 # rank 0 works on query heads 0 to 3, which read kv head 0):
@@ -1232,7 +1233,8 @@ def rest_backward(x_rows, o_rows, dh, w, dh_needed, needed, p):
     """(a) h = x + o wo^T, y = h + mlp(norm(h)): dy becomes dh in place, [s, D]. Returns the
     gradients of w, the Rest. With o held fixed, the gradient of x is dh."""
     dw = zero_sums(w, needed)
-    for (a, b, x_t), (_, _, o_t) in zip(x_rows, o_rows):
+    # strict: both walks end, and with them the last use of what was parked.
+    for (a, b, x_t), (_, _, o_t) in zip(x_rows, o_rows, strict=True):
         rest = lambda x, *w: add_rest(x, o_t, Rest(*w), p.config)
         dh_t = tile_backward(rest, x_t, w, dh[a:b], dh_needed, dw)
         if dh_needed:
@@ -1310,13 +1312,13 @@ def legal_stage_heads(H, K, P):
 # Ulysses and UPipe end where the heads end: Llama-3-8B has 32, so no more than 32 ranks can share a
 # sequence, and one head of more than 16.7M tokens is past a kernel's 2^31 indices. A ring goes on
 # from there (arXiv 2310.01889; around Ulysses: arXiv 2411.01783 and 2405.07719): C = R P ranks are
-# R members of P ranks. The P ranks of a member exchange heads as before, but have S/R tokens: in
-# parts 3 to 9, S is then S/R. The ring stands in for the kernel alone: k and v of a stage travel
-# from member to member, and each member's queries meet all of them.
+# R members of P ranks. The P ranks of a member exchange heads as before: with a ring, read S/R for
+# S in parts 3 to 9. The ring stands in for the kernel (attend): k and v of a stage travel from
+# member to member, and each member's queries meet all of them.
 #
 # Balance: a causal query sees only what is before it, so members with late tokens would have most
 # of the work. Cut the sequence into 2R chunks; member r takes chunk r, from the front, and chunk
-# 2R - 1 - r, from the back. Then, with c = S/2R tokens in a chunk, a member's work is
+# 2R - 1 - r, from the back. With c = S/2R tokens in a chunk, its work (queries x keys) is then
 #     with its own k and v      one causal call: chunk r is before chunk 2R - 1 - r    2c x 2c / 2
 #     with an earlier member's  all queries see that member's first chunk, none the second  2c x c
 #     with a later member's     queries of the second chunk see both, of the first none     c x 2c
@@ -1334,9 +1336,9 @@ def legal_stage_heads(H, K, P):
 
 
 class Ring(NamedTuple):
-    """This rank's member of the ring. steps: what its queries see of its own keys, then of those of
-    the members behind it, (rank - 1) % size and so on: (queries, keys, Mask), slices of a member's
-    tokens, in which every query sees every key, but in the first."""
+    """This rank's member of the ring. steps[j] = (queries, keys, Mask): which of its queries see
+    which keys of member (rank - j) % size, slices of the members' tokens. steps[0] are its own
+    keys, causal; from then on each of these queries sees each of these keys."""
     group: Any
     rank: int
     size: int
@@ -1368,8 +1370,8 @@ def token_places(s, C, R, rank):
 def ring_steps(r, R, c, mask):
     """The steps of member r, for chunks of c tokens and the Mask of the whole sequence.
 
-    Only one document can have queries here and, before them, keys of another member: the one with
-    the last of these keys. It ends after some of the queries and begins before some of the keys."""
+    Only one document can reach from another member's keys to these queries: that of the last key.
+    Queries after its end and keys before its start are cut off."""
     def before(place, member):  # how many of a member's tokens are before this place
         return sum(min(max(place - chunk * c, 0), c) for chunk in (member, 2 * R - 1 - member))
 
@@ -1410,7 +1412,7 @@ def visitors(k, v, p):
 
 def ring_forward(q, k, v, p):
     """flash_forward over the ring: q [S/R, u, d], k, v [S/R, n, d] -> o [S/R, u, d], lse [u, S/R].
-    With exp(lse) the sum of a query's exponentials, o is a mean that is weighted by them."""
+    exp(lse) is the sum of a query's exponentials: partial outputs average with it as weight."""
     o = torch.zeros_like(q, dtype=p.rope.dtype)  # at least float32
     lse = o.new_full((q.shape[1], len(q)), -math.inf)
     for (queries, keys, mask), (k_m, v_m) in zip(p.ring.steps, visitors(k, v, p)):
