@@ -888,7 +888,7 @@ class Segment(torch.autograd.Function):
         p, box, (x_needed, _, weights_needed, *_) = ctx.p, ctx.box, ctx.needs_input_grad
         if weights_needed:  # not if torch.autograd.grad asks for others: then it leaves .grad alone
             weights_needed = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
-        y, = take_kept(ctx)
+        y, = take_kept(ctx)  # the input; then what each block makes of it, so that none lives on
         y = y.fetch() if p.recipe.offload else y.detach()
         if p.recipe.stream:  # dy waits on the host while the blocks run again
             dy = box.pop()
