@@ -179,8 +179,12 @@ def reference(cfg, seed, sequences, dtype=F64):
 # 2. Ranks -----------------------------------------------------------------------------------------
 #
 # RANKS[C](function, *args) runs function(*args) on C ranks and returns the list of their results.
-# To start processes takes seconds, to call them milliseconds: they start at the first call and
-# serve the whole session. What a rank raises is the test's failure; ranks that hang are killed.
+# To start processes takes seconds, to call them milliseconds: they start at the first call, as
+# forks of one process that has imported this file, and serve the whole session. What a rank raises
+# is the test's failure; ranks that hang are killed.
+
+forks = mp.get_context("forkserver")
+forks.set_forkserver_preload([__name__])
 
 
 class Ranks:
@@ -188,8 +192,8 @@ class Ranks:
         self.C, self.workers = C, {}  # process id: executor
 
     def start(self):
-        spawn, store = mp.get_context("spawn"), tempfile.mktemp(prefix="ranks-")
-        workers = [ProcessPoolExecutor(1, spawn, meet, (rank, self.C, store))
+        store = tempfile.mktemp(prefix="ranks-")
+        workers = [ProcessPoolExecutor(1, forks, meet, (rank, self.C, store))
                    for rank in range(self.C)]
         with mock.patch.dict(os.environ, NO_GPU):
             met = [worker.submit(os.getpid) for worker in workers]
@@ -364,17 +368,20 @@ class Case:
 
 
 @functools.cache
-def groups_of(world, ring):
-    """This rank's groups, made once for each world."""
-    wanted = SimpleNamespace(cp=world.size(), ring=ring)
-    return train.Settings.meet(wanted, torch.device("cpu")).groups
+def met(world, cp, ring):
+    return train.Settings.meet(SimpleNamespace(cp=cp, ring=ring), torch.device("cpu"))
+
+
+def job_of(cp, ring=1):
+    """What train.py's join() makes of this process: once, for groups are few."""
+    return met(dist.group.WORLD, cp, ring)
 
 
 def here(recipe):
     """The recipe with the groups of this process."""
     if recipe.ring == 1:
         return recipe
-    return replace(recipe, **groups_of(dist.group.WORLD, recipe.ring))
+    return replace(recipe, **job_of(dist.get_world_size(), recipe.ring).groups)
 
 
 def trained(config, frozen):
@@ -1224,12 +1231,6 @@ def test_a_second_backward_is_refused(recipe):
 
 
 # 11. Sharded weights: FSDP, accumulation, data parallel -------------------------------------------
-
-
-@functools.cache
-def job_of(cp, ring=1):
-    """What train.py's join() makes of a worker."""
-    return train.Settings.meet(SimpleNamespace(cp=cp, ring=ring), torch.device("cpu"))
 
 
 def as_rank(rank, cp, ring=1):
