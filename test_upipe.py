@@ -937,102 +937,76 @@ def elements_per_token(config, recipe, C=2):
     return (long - short) / 128
 
 
-@pytest.mark.parametrize("H, K, stream", [(8, 2, True), (8, 2, False), (8, 8, False),
-                                          (8, 1, False), (16, 2, False)])
-def test_a_block_holds_what_is_promised_and_no_more_with_more_stages(H, K, stream):
-    """At most 3 sD + 8 sUd forward and 3.5 sD + 2 sKd + 12 sUd backward; smaller stages, less."""
-    D, d = 128, 128 // H
+@pytest.mark.parametrize("C, H, K, stream", [
+    (2, 8, 2, True), (2, 8, 2, False), (2, 8, 8, False), (2, 8, 1, False), (2, 16, 2, False),
+    (4, 8, 2, True), (4, 8, 8, True)])
+def test_a_block_holds_what_is_promised_and_less_in_smaller_stages_and_rings(C, H, K, stream):
+    """At most 3 sD + 8 sUd forward and 3.5 sD + 2 sKd + 12 sUd backward. A ring adds 4 sUd of
+    visitors, and backward as much of their gradients, but its least U is C / R."""
+    D, d, before = 128, 128 // H, math.inf
     config = replace(SMALL, dim=D, n_layers=3, n_heads=H, n_kv_heads=K, head_dim=d)
-    before = math.inf
-    for U in reversed(legal(H, K, 2)):
-        recipe = replace(ALL_ON, stream=stream, tile=64, heads_per_stage=U)
-        peaks = elements_per_token(config, recipe)
-        assert peaks[0] <= 3 * D + 8 * U * d
-        assert peaks[1] <= 3.5 * D + 2 * K * d + 12 * U * d
-        assert (peaks <= before).all()
+    rings = [(R, C // R) for R in (2, 4) if R <= C]
+    for R, U in [(1, U) for U in reversed(legal(H, K, C))] + rings:
+        recipe = replace(ALL_ON, stream=stream, tile=64, heads_per_stage=U, ring=R)
+        peaks = elements_per_token(config, recipe, C)
+        assert peaks[0] <= 3 * D + (12 if R > 1 else 8) * U * d
+        assert peaks[1] <= 3.5 * D + 2 * K * d + (20 if R > 1 else 12) * U * d
+        assert (peaks <= before).all() and (R == 1 or (peaks < before).all()), (R, U)
         before = peaks
 
 
 def rank_traffic(case):
-    """Elements in a step's send buffers, [forward, backward], per block and token of a rank."""
-    model, sent = build(case.config, case.seed), [0]
-    tokens, labels = upipe.shard(*case.data())
-
-    def see(_, out, x):
-        sent[-1] += x.numel()
-
-    with watched(dist, "all_to_all_single", see):
-        loss = model(tokens, labels, case.recipe)
-        sent.append(0)
-        loss.backward()
-    return [n / case.config.n_layers / len(tokens) for n in sent]
-
-
-@pytest.mark.parametrize("C, H, K", [(2, 8, 4), (2, 8, 1), (4, 8, 8), (4, 8, 2), (4, 4, 4)])
-def test_traffic_does_not_depend_on_the_stages(C, H, K):
-    """(2H + 2 max(K, C)) s d forward, (4H + 4 max(K, C)) s d backward, and one forward more to run
-    attention again."""
-    config = replace(SMALL, n_heads=H, n_kv_heads=K)
-    one = (H + max(K, C)) * config.head_dim  # a replicated kv head counts for each of its ranks
-    for U in legal(H, K, C):
-        keep = replace(ALL_ON, heads_per_stage=U)
-        again = replace(keep, keep_attention=False)
-        for recipe, backward in ((keep, 4), (again, 6), (replace(again, checkpoint=2), 6)):
-            sent = RANKS[C](rank_traffic, Case(C, config, recipe, 8))
-            assert sent == [[2 * one, backward * one]] * C
-
-
-@pytest.mark.parametrize("C, K", [(2, 2), (4, 2), (4, 8)])
-def test_a_ring_holds_less_than_all_to_all_alone_on_as_many_ranks(C, K):
-    """12 U d more than a block's other tensors, and for the n kv heads of a stage 4 P n d of
-    visitors and 4 P n d of their gradients: below what R = 1 holds, whose least stage is U = C."""
-    D, d, H = 128, 16, 8
-    config = replace(SMALL, dim=D, n_layers=3, n_heads=H, n_kv_heads=K, head_dim=d)
-    before = elements_per_token(config, replace(ALL_ON, tile=64), C)
-    for R in (R for R in (2, 4) if R <= C):
-        P = C // R
-        peaks = elements_per_token(config, replace(ALL_ON, tile=64, ring=R), C)
-        assert peaks[1] <= 3.5 * D + 2 * K * d + 12 * P * d + 8 * P * d
-        assert (peaks < before).all(), (R, peaks, before)
-        before = peaks
-
-
-def rank_ring(case):
-    """[forward, backward]: elements sent round the ring per block and token of a rank, and each
-    call of a kernel as (queries x keys, heads, causal)."""
-    sent, calls = [0], [[]]
+    """[forward, backward] of: elements in all-to-alls per block and token of a rank; the same sent
+    round the ring; and each call of a kernel as (queries x keys, heads, causal)."""
     model, (tokens, labels, _) = build(case.config, case.seed), case.shard()
+    sent, ring, calls, scale = [], [], [], case.config.n_layers * len(tokens)
 
-    def see_sent(_, ops):
-        sent[-1] += sum(op.tensor.numel() for op in ops if op.op is dist.isend)
+    def see_sent(_, out, x):
+        sent[-1] += x.numel() / scale
+
+    def see_ring(_, ops):
+        ring[-1] += sum(op.tensor.numel() for op in ops if op.op is dist.isend) / scale
 
     def see_call(_, *args):
         q, k = args[len(args) == 8:][:2]  # the backward pass has do before them
         calls[-1].append((len(q) * len(k), q.shape[1], args[-1].causal))
 
-    with watched(dist, "batch_isend_irecv", see_sent), \
-            watched(upipe, "flash_forward", see_call), watched(upipe, "flash_backward", see_call):
-        loss = model(tokens, labels, here(case.recipe))
+    def begin():
         sent.append(0)
+        ring.append(0)
         calls.append([])
+
+    with watched(dist, "all_to_all_single", see_sent), \
+            watched(dist, "batch_isend_irecv", see_ring), \
+            watched(upipe, "flash_forward", see_call), watched(upipe, "flash_backward", see_call):
+        begin()
+        loss = model(tokens, labels, here(case.recipe))
+        begin()
         loss.backward()
-    return [n / case.config.n_layers / len(tokens) for n in sent], calls
+    return [*sent, ring, calls]
 
 
-@pytest.mark.parametrize("R, P, H, K", [(2, 1, 4, 2), (4, 1, 4, 4), (2, 2, 8, 2)])
-def test_a_ring_sends_what_part_11_says_and_every_member_works_as_much(R, P, H, K):
-    """2 (R - 1) P n d forward, 2 (R - 1) P n d + 2 R P n d backward for each query stage; the calls
-    of the kernels are the same on all ranks: one causal, R - 1 of half of q times k."""
+@pytest.mark.parametrize("R, P, H, K", [
+    (1, 2, 8, 4), (1, 2, 8, 1), (1, 4, 8, 8), (1, 4, 8, 2), (1, 4, 4, 4), (2, 1, 4, 2),
+    (4, 1, 4, 4), (2, 2, 8, 2)])
+def test_traffic_is_what_is_promised_and_every_member_of_a_ring_works_as_much(R, P, H, K):
+    """All-to-all: (2H + 2 max(K, P)) s d forward, (4H + 4 max(K, P)) s d backward, whatever the
+    stages. For each stage, round the ring: 2 (R - 1) P n d forward, as much and 2 R P n d backward.
+    To run attention again is one more forward. Kernels, on all ranks alike: one causal call, R - 1
+    of half of q times k."""
     config = replace(SMALL, n_heads=H, n_kv_heads=K)
+    one = 2 * (H + max(K, P)) * config.head_dim * (P > 1)  # a replicated kv head: once per rank
     for U in legal(H, K, P):
-        case = Case(R * P, config, replace(ALL_ON, heads_per_stage=U, ring=R), 16 * R * P)
-        seen = RANKS[R * P](rank_ring, case)
         n = max(1, U // P // (H // P // max(1, K // P)))  # kv heads of a stage
-        one, T = H // U * P * n * config.head_dim, 16 * P
-        for sent, calls in seen:
-            assert sent == [2 * (R - 1) * one, 2 * (R - 1) * one + 2 * R * one]
-            stage = [(T * T, U // P, True)] + [(T * T // 2, U // P, False)] * (R - 1)
-            assert calls == [stage * (2 * H // U)] * 2
+        turn, T = 2 * H // U * P * n * config.head_dim, 16 * P
+        stage = [(T * T, U // P, True)] + [(T * T // 2, U // P, False)] * (R - 1)
+        keep = replace(ALL_ON, heads_per_stage=U, ring=R)
+        again = replace(keep, keep_attention=False)
+        for recipe, more in ((keep, 0), (again, 1), (replace(again, checkpoint=2), 1)):
+            assert RANKS[R * P](rank_traffic, Case(R * P, config, recipe, 16 * R * P)) == R * P * [[
+                one, (2 + more) * one,
+                [(R - 1) * turn, (R - 1) * (1 + more) * turn + (R > 1) * R * turn],
+                [stage * (2 * H // U), stage * (2 * H // U) * (1 + more)]]]
 
 
 def test_members_of_a_ring_have_a_chunk_from_the_front_and_one_from_the_back():
@@ -1042,10 +1016,9 @@ def test_members_of_a_ring_have_a_chunk_from_the_front_and_one_from_the_back():
     assert [upipe.tokens_on_rank(S, 6, 2) for S in (12, 13, 24, 25)] == [2, 4, 4, 6]
 
 
-@pytest.mark.parametrize("R", [2, 4])
-def test_a_ring_of_eight_ranks_is_plain_attention(R):
+def test_a_ring_of_eight_ranks_is_plain_attention():
     config = replace(SMALL, n_heads=8, n_kv_heads=2)
-    case = Case(8, config, replace(ALL_ON, ring=R), 41, docs=(0, 5, 30))
+    case = Case(8, config, replace(ALL_ON, ring=4), 41, docs=(0, 5, 30))
     assert_same(run(case), expected(case))
 
 
@@ -1095,7 +1068,7 @@ every_switch = pytest.mark.parametrize("recipe", SWITCHES.values(), ids=SWITCHES
 
 
 # A fork puts three blocks together in its own way: fork(x, units, held) -> y. `held` gets
-# (a function that returns a gradient that somebody still holds, a copy of it).
+# (a gradient that somebody still holds, a copy of it).
 
 
 def outer_residual(x, units, held):
@@ -1134,6 +1107,7 @@ def forked(model, fork, held):
     return model
 
 
+@functools.cache
 def forked_reference(fork):
     """Gradients of the forked model, by the reference's blocks."""
     w = {name: p.requires_grad_() for name, p in random_weights(THREE, 0).items()}
@@ -1152,14 +1126,14 @@ def rank_forked(fork, recipe, sharded):
         train.shard_model(model, job_of(2).everyone, F64)
     data = upipe.shard(*Case(1, THREE, Recipe(), 20).data())
     forked(model, fork, held)(*data, recipe).backward()
-    assert all(torch.equal(gradient(), copy) for gradient, copy in held)
+    assert all(torch.equal(gradient, copy) for gradient, copy in held)
     return gradients(model)
 
 
 @every_switch
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("fork", [outer_residual, embedding_everywhere_and_a_skip_over_two,
-                                  hooked, retained])
+                                  hooked_and_retained])
 def test_a_fork_of_the_model_gets_its_own_exact_gradients(fork, ranks, recipe):
     """K3: a gradient that another edge of the graph, a hook or retain_grad holds is taken as it is,
     in any layout, and never written to."""
@@ -1261,29 +1235,25 @@ def sharded_steps(config, recipe, windows, world, cp, clip=0.0, dtype=F64, froze
     return steps
 
 
-@pytest.mark.parametrize("clip", [0, 0.1])
-@pytest.mark.parametrize("recipe, tied, world, cp", [
-    (ALL_ON, False, 4, 2), (ALL_ON, True, 4, 2), (TWO_LEVELS, True, 4, 2),
-    (Recipe("ulysses"), False, 4, 2), (Recipe("ulysses", checkpoint=1, tile=5), True, 4, 2),
-    (ALL_ON, False, 2, 2), (ALL_ON, False, 4, 4), (ALL_ON, True, 2, 1),
-    (replace(TWO_LEVELS, ring=2), False, 4, 2), (replace(TWO_LEVELS, ring=2), False, 4, 4)])
-def test_sharded_steps_equal_one_process(recipe, tied, world, cp, clip):
+@pytest.mark.parametrize("recipe, tied, world, cp, clip, only", [
+    (ALL_ON, False, 4, 2, 0.1, ""), (ALL_ON, True, 4, 2, 0, ""), (TWO_LEVELS, True, 4, 2, 0.1, ""),
+    (Recipe("ulysses"), False, 4, 2, 0.1, ""), (ALL_ON, False, 4, 4, 0, ""),
+    (Recipe("ulysses", checkpoint=1, tile=5), True, 4, 2, 0.1, ""), (ALL_ON, True, 2, 1, 0.1, ""),
+    (replace(TWO_LEVELS, ring=2), False, 4, 2, 0.1, ""),
+    (replace(TWO_LEVELS, ring=2), False, 4, 4, 0, ""),
+    (ALL_ON, False, 2, 2, 0.1, "layers. norm lm_head"), (TWO_LEVELS, False, 2, 2, 0, "layers.1."),
+    (TWO_LEVELS, False, 2, 2, 0.1, "embed_tokens layers.0.self_attn layers.1. layers.2."),
+    (Recipe("ulysses"), False, 2, 2, 0.1, "layers.1."),
+    (ALL_ON, False, 2, 2, 0, "layers.1.self_attn.q_proj")])
+def test_sharded_steps_equal_one_process(recipe, tied, world, cp, clip, only):
     """A1, A3, F2: loss, norm, gradients and weights, with accumulation over unequal label counts,
     on one group or two. A10: clipped to a tenth of the norm of the whole gradient, the step is a
-    tenth of it."""
+    tenth of it. Where some weights alone are trained, nothing is summed or sent for the others."""
     config, groups = replace(THREE, tie_embeddings=tied), world // cp
     windows = list(windows_of([38, 3, 17, 40][:2 * groups]))
-    sharded_steps(config, recipe, [windows[g::groups] for g in range(groups)], world, cp, clip)
-
-
-@pytest.mark.parametrize("recipe", [ALL_ON, TWO_LEVELS, Recipe("ulysses")])
-@pytest.mark.parametrize("parts, invert", [
-    (["embed_tokens"], False), (["layers.1."], True), (["layers.1.self_attn.q_proj"], True),
-    (["lm_head", "norm", "layers.0.mlp"], True)])
-def test_sharded_training_of_some_weights_sends_nothing_for_the_others(recipe, parts, invert):
-    """Gradients, norm and weights are the reference's; what is frozen is not summed, not moved."""
-    frozen = trained(SMALL, parts) if invert else parts
-    sharded_steps(SMALL, recipe, [list(windows_of([38]))], 2, 2, frozen=frozen)
+    frozen = trained(config, only.split()) if only else ()
+    sharded_steps(config, recipe, [windows[g::groups] for g in range(groups)], world, cp, clip,
+                  frozen=frozen)
 
 
 @pytest.mark.parametrize("recipe", [ALL_ON, TWO_LEVELS])
