@@ -43,7 +43,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -251,8 +250,8 @@ def hide_the_gpu(request, monkeypatch):
 class Meter(TorchDispatchMode):
     """Sees every operation: knows the storages alive after it (views share one), counts the calls.
 
-    FSDP and `stream` shrink storages to nothing and grow them again, so sizes are asked for each
-    time. The only uint8 tensors of a step are HostStore's slabs: host memory, not counted."""
+    FSDP and `stream` shrink storages to nothing and grow them again, so all sizes are asked for at
+    each new one. A step's only uint8 tensors are HostStore's slabs: host memory, not counted."""
 
     def __init__(self):
         super().__init__()
@@ -270,14 +269,17 @@ class Meter(TorchDispatchMode):
         self.calls[func.overloadpacket._qualified_op_name] += 1
         if "reduce_scatter" in func.name():
             self.summed += args[1].numel()
+        new = False
         for t in (t for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
             storage = t.untyped_storage()
             if t.dtype == torch.uint8:
                 self.slabs[storage._cdata] = storage
             if storage._cdata not in self.slabs:
+                new |= storage._cdata not in self.storages
                 self.storages[storage._cdata] = storage
                 self.largest = max(self.largest, t.numel())
-        self.peak = max(self.peak, self.bytes())
+        if new:
+            self.peak = max(self.peak, self.bytes())
         return out
 
 
@@ -1354,38 +1356,10 @@ def test_windows_depend_on_seed_step_and_group_alone():
 # 13. The program train.py -------------------------------------------------------------------------
 
 HERE = Path(__file__).parent
-RUN = """import os, signal, sys, time
-sys.path.insert(0, sys.argv.pop(1))
-import train
-{before}
-train.run()
-"""
-
 
 def program(flags, before="pass"):
     """Arguments of python that run train.py, after a change to it."""
-    return ["-c", RUN.format(before=before), str(HERE), *map(str, flags)]
-
-
-@contextmanager
-def started(ranks, flags, before="pass"):
-    """train.py on `ranks` processes as torchrun starts them; for 0 ranks, as plain python does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(max(1, ranks)):
-        env = os.environ | NO_GPU | {"OMP_NUM_THREADS": "1"}
-        if ranks:
-            env |= place(rank, ranks) | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        processes.append(subprocess.Popen(
-            [sys.executable, *program(flags, before)], env=env, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE))
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
+    return ["-c", f"import os, signal, sys, time, train\n{before}\ntrain.run()", *flags]
 
 
 def place(rank, ranks):
@@ -1393,14 +1367,16 @@ def place(rank, ranks):
                 LOCAL_WORLD_SIZE=str(ranks))
 
 
-def execute(*command, limit=120):
+def execute(*command, limit=120, **env):
+    env = os.environ | NO_GPU | dict(OMP_NUM_THREADS="1") | env
     return subprocess.run([sys.executable, *map(str, command)], cwd=HERE, text=True, timeout=limit,
-                          capture_output=True, env=os.environ | NO_GPU | {"OMP_NUM_THREADS": "1"})
+                          capture_output=True, env=env)
 
 
-def torchrun(ranks, *command, limit=120):
-    return execute("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone",
-                   *command, limit=limit)
+def torchrun(flags, before="pass", limit=60):
+    """train.py on two ranks, after a change to it."""
+    return execute("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+                   "--no-python", "--", sys.executable, *program(flags, before), limit=limit)
 
 
 def losses(out):
@@ -1465,15 +1441,11 @@ def test_bad_input_is_one_line_on_every_rank_before_the_first_step(world, flags,
         assert all(word in out.splitlines()[-1] for word in words), out
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_a_process_with_bad_input_says_it_alone_and_exits_with_2(ranks):
-    """One line on stderr, within seconds, though no other rank knows of it."""
-    last = max(0, ranks - 1)
-    ctxx = f"train.launched()[0] == {last} and sys.argv.append('--ctxx')"
-    with started(ranks, [], ctxx) as processes:
-        _, err = processes[last].communicate(timeout=30)
-        assert processes[last].returncode == 2
-        assert err.startswith("train.py: ") and "--ctxx" in err and err.count("\n") == 1
+def test_a_process_with_bad_input_says_it_alone_and_exits_with_2():
+    """One line on stderr, from rank 1 of a job whose rank 0 never comes."""
+    done = execute("train.py", "--ctxx", limit=30, **place(1, 2))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("train.py: ") and "--ctxx" in done.stderr
 
 
 def refusal(*flags):
@@ -1560,19 +1532,46 @@ def test_ranks_that_see_different_checkpoints_all_stop():
     assert all("different checkpoints" in said for said in RANKS[4](rank_finds, (4, 6, 5, 5)))
 
 
-def test_one_process_needs_no_launcher_and_no_port_and_trains_as_torchrun_does(texts):
-    """H1, H2, A9: plain python, torchrun with one rank and with two print the same losses, which
-    fall, every switch on, on a machine that may have no GPU and cannot open a port."""
+FAILING = """
+train_step = train.train_step
+def failing_step(*args):
+    if os.environ["RANK"] == "1" and args[-1] == {step}:
+        {deed}
+    return train_step(*args)
+train.train_step = failing_step
+"""
+
+
+@pytest.fixture(scope="module")
+def stopped(texts, tmp_path_factory):
+    """A job of two ranks under torchrun: rank 1 gets a signal in step 19 -> flags, folder, run."""
+    folder = tmp_path_factory.mktemp("stopped")
     flags = short(texts, "--steps", 20, "--offload", "--stream", "--dtype", "float64", "--device",
                   "cpu")
+    deed = FAILING.format(step=19, deed="os.kill(os.getpid(), signal.SIGTERM)")
+    return flags, folder, torchrun([*flags, "--save", folder], deed, limit=120)
+
+
+def test_one_process_needs_no_launcher_and_no_port_and_trains_as_torchrun_does(stopped, tmp_path):
+    """H1, H2, A9: plain python and torchrun with two ranks print the same losses, which fall, every
+    switch on, on a machine that may have no GPU and cannot open a port."""
+    flags, _, two = stopped
     no_port = "import torch.distributed; torch.distributed.TCPStore = None"
-    runs = [execute(*program(flags, no_port)), torchrun(1, "train.py", *flags),
-            torchrun(2, "train.py", *flags)]
-    assert not any(run.returncode for run in runs), runs
-    first, *_, last = map(float, losses(runs[2].stdout))
-    assert len(losses(runs[2].stdout)) == 20 and 4 < first < 7 and last < 0.7 * first
-    for wanted in (r"step .* \| loss [\d.]+", r"validation loss [\d.]+"):
-        assert len({tuple(re.findall(wanted, run.stdout)) for run in runs}) == 1
+    one = execute(*program(flags, no_port))
+    assert one.returncode == 0, one.stderr
+    first, *_, last = map(float, losses(one.stdout))
+    assert len(losses(one.stdout)) == 20 and 4 < first < 7 and last < 0.7 * first
+    for wanted, n in ((r"step .* \| loss [\d.]+", 19), (r"validation loss [\d.]+", 5)):
+        seen = re.findall(wanted, two.stdout)
+        assert len(seen) == n and re.findall(wanted, one.stdout)[:n] == seen
+
+
+def test_a_signal_to_any_rank_ends_the_step_saves_and_exits_0(stopped):
+    _, folder, run = stopped
+    assert run.returncode == 0, run.stderr
+    (saved,) = train.checkpoints(folder)
+    assert saved.name == "step-00000019" and "stopped   after step 19" in run.stdout
+    assert json.loads((saved / "run.json").read_text())["step"] == 19
 
 
 def pretend_cuda(monkeypatch, capability):
@@ -1593,25 +1592,13 @@ def test_a_card_without_bfloat16_computes_in_float32(capability, dtype, monkeypa
     assert ("float32 instead" in capsys.readouterr().out) == (dtype == "float32")
 
 
-FAILING = """
-train_step = train.train_step
-def failing_step(*args):
-    if os.environ["RANK"] == "1" and args[-1] == 2:
-        {deed}
-    return train_step(*args)
-train.train_step = failing_step
-"""
-
-
 @pytest.mark.parametrize("deed, timeout, said", [
     ("raise RuntimeError('rank 1 broke')", 60, "RuntimeError: rank 1 broke"),
-    ("os.kill(os.getpid(), signal.SIGKILL)", 60, "SIGKILL"),
     ("time.sleep(600)", 5, "imed out")])
-def test_a_rank_that_fails_dies_or_stalls_takes_the_job_down(deed, timeout, said, texts):
-    """K2: all gone within a minute, exit code not 0, and rank 1's own error comes first."""
-    flags = short(texts, "--steps", 2, "--timeout", timeout)
-    failing = program(flags, FAILING.format(deed=deed))
-    done = torchrun(2, "--no-python", sys.executable, *failing, limit=60)
+def test_a_rank_that_fails_or_stalls_takes_the_job_down(deed, timeout, said, texts):
+    """K2: all gone within a minute, exit code not 0, and rank 1's own error comes first. One that
+    dies: see kill -9 below."""
+    done = torchrun(short(texts, "--timeout", timeout), FAILING.format(step=2, deed=deed))
     assert done.returncode != 0
     assert said in done.stderr
     errors = re.findall(r"^\w*Error: .*", done.stderr, re.MULTILINE)
@@ -1873,25 +1860,12 @@ def test_kill_9_while_saving_costs_the_steps_that_were_not_saved(texts, tmp_path
     """The job ends within its timeout; the last whole checkpoint is taken, and the log goes on."""
     again = ["--save", tmp_path / "run", "--log", tmp_path / "log"]
     flags = [*short(texts), "--steps", 6, "--save-every", 2, "--timeout", 20, *again]
-    with started(2, flags, MID_SAVE) as processes:
-        assert processes[0].wait(timeout=40) != 0
+    done = torchrun(flags, MID_SAVE)
+    assert done.returncode != 0 and "SIGKILL" in done.stderr
     assert [path.name for path in train.checkpoints(tmp_path / "run")] == ["step-00000002"]
     out = main(2, *again, "--resume")
     assert len(losses(out)) == 4 and "step-00000002" in out
     assert records(tmp_path / "log").keys() == set(range(1, 7))
-
-
-def test_a_signal_to_any_rank_ends_the_step_saves_and_exits_0(texts, tmp_path):
-    flags = short(texts, "--steps", 100000, "--save", tmp_path, "--save-every", 0)
-    with started(2, flags) as processes:
-        assert any("step     3" in line for line in processes[0].stdout)
-        processes[1].send_signal(signal.SIGTERM)
-        assert [process.wait(timeout=20) for process in processes] == [0, 0]
-        rest = processes[0].stdout.read()
-    (saved,) = train.checkpoints(tmp_path)
-    step = int(saved.name[5:])
-    assert step >= 3 and f"stopped   after step {step}" in rest
-    assert json.loads((saved / "run.json").read_text())["step"] == step
 
 
 def test_a_second_signal_stops_at_once(texts, tmp_path):
