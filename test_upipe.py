@@ -7,8 +7,8 @@
     every recipe is plain attention, in loss and gradients  every_recipe_gives, low_precision,
                                                             weight_gradients, what_is_frozen
     what is illegal is refused by name, and costs nothing   legal_sizes, recipes_that_contradict
-    weights, positions, kernels, collectives                presets, initial_values, rotary_tables,
-                                                            the_kernel_pair, all_to_all
+    weights, positions, kernels                             presets, initial_values, rotary_tables,
+                                                            the_kernel_pair
     buffers stay, the host store returns what it was given  stage_buffers, the_host_store, pinned
     copies may be late                                      copies_may_be_as_late, a_forgotten_wait
     memory and traffic are what the lecture says            a_block_holds, traffic, autograd_keeps,
@@ -718,24 +718,6 @@ def test_a_kernel_call_beyond_32_bits_is_refused_before_launch():
     assert all(S * config.head_dim < 2 ** 31 for config in PRESETS.values())
 
 
-def rank_all_to_all(C, s, u, d, dtype):
-    """Each element of the whole has a number, modulo 251: exact in bfloat16."""
-    rank = dist.get_rank() if C > 1 else 0
-    whole = torch.arange(C * s * C * u * d).remainder(251).to(dtype).view(C * s, C * u, d)
-    mine, theirs = whole[rank * s:][:s], whole[:, rank * u:][:, :u]  # my tokens; my heads
-    x = mine.view(s, C, u, d).transpose(0, 1).contiguous()  # [C, s, u, d]
-    y = upipe.seq_to_heads(x)
-    return torch.equal(y, theirs) and torch.equal(upipe.heads_to_seq(y), x)
-
-
-@laws(40)
-@given(C=st.sampled_from([1, 2, 4]), s=st.integers(1, 9), u=st.integers(1, 4), d=st.integers(1, 6),
-       dtype=st.sampled_from([F32, BF16]))
-def test_all_to_all_sorts_heads_and_tokens_and_comes_back_exactly(C, s, u, d, dtype):
-    """B5, K3: all tokens in order, my heads in order; back is the identity."""
-    assert all(RANKS[C](rank_all_to_all, C, s, u, d, dtype))
-
-
 @pytest.mark.parametrize("K, U", [(1, 2), (2, 2), (2, 4), (2, 8), (8, 8)])
 def test_stage_buffers_never_move(K, U):
     """They are allocated once and serve every stage, layer and step."""
@@ -957,31 +939,27 @@ def rank_traffic(case):
     """[forward, backward] of: elements in all-to-alls per block and token of a rank; the same sent
     round the ring; and each call of a kernel as (queries x keys, heads, causal)."""
     model, (tokens, labels, _) = build(case.config, case.seed), case.shard()
-    sent, ring, calls, scale = [], [], [], case.config.n_layers * len(tokens)
+    sent, ring, calls = [0], [0], [[]]
 
     def see_sent(_, out, x):
-        sent[-1] += x.numel() / scale
+        sent[-1] += x.numel()
 
     def see_ring(_, ops):
-        ring[-1] += sum(op.tensor.numel() for op in ops if op.op is dist.isend) / scale
+        ring[-1] += sum(op.tensor.numel() for op in ops if op.op is dist.isend)
 
     def see_call(_, *args):
         q, k = args[len(args) == 8:][:2]  # the backward pass has do before them
         calls[-1].append((len(q) * len(k), q.shape[1], args[-1].causal))
 
-    def begin():
-        sent.append(0)
-        ring.append(0)
-        calls.append([])
-
     with watched(dist, "all_to_all_single", see_sent), \
             watched(dist, "batch_isend_irecv", see_ring), \
             watched(upipe, "flash_forward", see_call), watched(upipe, "flash_backward", see_call):
-        begin()
         loss = model(tokens, labels, here(case.recipe))
-        begin()
+        for seen, zero in ((sent, 0), (ring, 0), (calls, [])):
+            seen.append(zero)
         loss.backward()
-    return [*sent, ring, calls]
+    sent, ring = np.array([sent, ring]) / case.config.n_layers / len(tokens)
+    return [*sent, [*ring], calls]
 
 
 @pytest.mark.parametrize("R, P, H, K", [
@@ -1541,11 +1519,12 @@ def stopped(texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     flags = short(texts, "--steps", 20, "--offload", "--stream", "--dtype", "float64", "--device",
                   "cpu")
-    signalled = failing("os.kill(os.getpid(), signal.SIGTERM)", "args[-1] == 19")
+    deed = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.2)"  # until it has arrived
+    signalled = failing(deed, "args[-1] == 19")
     return flags, folder, torchrun([*flags, "--save", folder], signalled, limit=120)
 
 
-def test_one_process_needs_no_launcher_and_no_port_and_trains_as_torchrun_does(stopped, tmp_path):
+def test_one_process_needs_no_launcher_and_no_port_and_trains_as_torchrun_does(stopped):
     """H1, H2, A9: plain python and torchrun with two ranks print the same losses, which fall, every
     switch on, on a machine that may have no GPU and cannot open a port."""
     flags, _, two = stopped
@@ -1759,15 +1738,14 @@ def test_an_older_checkpoint_is_taken_by_a_flag_and_the_newer_ones_stay(whole, t
 
 def test_only_flags_that_were_given_are_remembered(texts, tmp_path):
     """N6: the end of the schedule follows a new peak; one that was given must not be above it."""
-    for name, end, last in (("derived", [], 1e-5), ("given", ["--min-lr", 2e-4], None)):
+    out = {}
+    for name, end in (("derived", []), ("given", ["--min-lr", 2e-4])):
         again = ["--save", tmp_path / name, "--log", tmp_path / f"{name}.log"]
         main(1, *short(texts), "--steps", 6, "--warmup", 0, *end, *again)
-        out = main(1, *again, "--resume", "--steps", 12, "--lr", 1e-4)
-        if last is None:
-            assert "--min-lr 0.0002 is above --lr 0.0001" in out
-        else:
-            rates = [record["lr"] for step, record in records(again[-1]).items() if step > 6]
-            assert len(rates) == 6 and max(rates) <= 1e-4 and last <= rates[-1] < 2 * last
+        out[name] = main(1, *again, "--resume", "--steps", 12, "--lr", 1e-4)
+    assert "--min-lr 0.0002 is above --lr 0.0001" in out["given"]
+    rates = [record["lr"] for step, record in records(tmp_path / "derived.log").items() if step > 6]
+    assert len(rates) == 6 and max(rates) <= 1e-4 and 1e-5 <= rates[-1] < 2e-5
 
 
 def test_a_full_disk_is_foreseen_and_leaves_whole_checkpoints(texts, tmp_path):
