@@ -16,7 +16,7 @@
     a gradient that somebody holds is never altered         a_fork_of_the_model, a_middle_layer
     sharded weights train as one process does               sharded_steps, bfloat16
     a loss that is not finite spoils nothing                a_loss_that_is_not_finite
-    data: each token once, documents apart                  slices_of, windows_depend, data_of_many
+    data: each token once, documents apart                  parts_of, windows_depend, data_of_many
     bad input is one line, before the first step            bad_input, a_process_with, a_flag
     one process, torchrun and any rank's failure            one_process, a_rank_that_fails
     five steps and five more are ten, on any ranks          five_steps, windows_depend
@@ -963,8 +963,8 @@ def rank_traffic(case):
 @pytest.mark.parametrize("R, P, H, K", [
     (1, 2, 8, 4), (1, 2, 8, 1), (1, 4, 8, 8), (1, 4, 8, 2), (1, 4, 4, 4), (2, 1, 4, 2),
     (4, 1, 4, 4), (2, 2, 8, 2)])
-def test_traffic_is_what_is_promised_and_every_member_of_a_ring_works_as_much(R, P, H, K):
-    """All-to-all: (2H + 2 max(K, P)) s d forward, (4H + 4 max(K, P)) s d backward, whatever the
+def test_traffic_does_not_depend_on_the_stages(R, P, H, K):
+    """All-to-all: (2H + 2 max(K, P)) s d forward, (4H + 4 max(K, P)) s d backward, for any
     stages. For each stage, round the ring: 2 (R - 1) P n d forward, as much and 2 R P n d backward.
     To run attention again is one more forward. Kernels, on all ranks alike: one causal call, R - 1
     of half of q times k."""
