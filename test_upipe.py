@@ -911,8 +911,8 @@ def block_peaks(case):
 def elements_per_token(config, recipe, C=2):
     """[forward, backward] peaks of a block per token of a rank: the slope between two lengths, so
     that parameters, their gradients and one tile's temporaries, which do not grow, drop out."""
-    short, long = (block_peaks(Case(C, config, recipe, C * s)) for s in (128, 256))
-    return (long - short) / 128
+    short, long = (block_peaks(Case(C, config, recipe, C * s)) for s in (64, 128))
+    return (long - short) / 64
 
 
 @pytest.mark.parametrize("C, H, K, stream", [
@@ -1647,7 +1647,7 @@ def test_five_steps_and_five_more_are_ten_bit_for_bit(run, world, flags, off, wh
     in documents, which make a difference."""
     check_resumed(world, whole(*run), tmp_path, *flags, off=off)
     if run == EXACT:
-        one, many = (records(whole(*flags) / "log")[10]["loss"] for flags in ((2, *ALL), EXACT))
+        one, many = (records(whole(*flags) / "log")[10]["loss"] for flags in (EXACT[:-1], EXACT))
         assert many != pytest.approx(one, rel=1e-4)
 
 
@@ -1773,9 +1773,9 @@ def test_a_folder_serves_one_job_at_a_time(texts, tmp_path):
 def test_a_log_goes_on_after_its_last_whole_line(torn, whole, tmp_path):
     lines = (whole(2, *ALL) / "log").read_bytes().splitlines(keepends=True)
     (tmp_path / "log").write_bytes(b"".join(lines[:9]) + torn)
-    train.rewind_log(tmp_path / "log", 5)
+    train.rewind_log(tmp_path / "log", 4)
     (log,) = tmp_path.iterdir()
-    assert log.read_bytes() == b"".join(lines[:7])  # validation came first and at step 4
+    assert log.read_bytes() == b"".join(lines[:5])  # step 4 validates anew, as it did at 0
 
 
 @pytest.mark.parametrize("poem", ["Roses are red,\nviolets are blue.\n", "An apple a day"])
