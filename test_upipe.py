@@ -911,8 +911,8 @@ def block_peaks(case):
 def elements_per_token(config, recipe, C=2):
     """[forward, backward] peaks of a block per token of a rank: the slope between two lengths, so
     that parameters, their gradients and one tile's temporaries, which do not grow, drop out."""
-    short, long = (block_peaks(Case(C, config, recipe, C * s)) for s in (64, 128))
-    return (long - short) / 64
+    short, long = (block_peaks(Case(C, config, recipe, C * s)) for s in (256, 512))
+    return (long - short) / 256
 
 
 @pytest.mark.parametrize("C, H, K, stream", [
