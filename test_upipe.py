@@ -1634,7 +1634,7 @@ def check_resumed(world, folder, tmp_path, *flags, off=0):
 
 PLAIN = ["--attention", "plain", "--checkpoint", 0, "--no-keep-attention", "--no-offload",
          "--no-stream", "--tile", 0]
-EXACT = (2, *ALL, "--dtype", "float64", "--docs")
+EXACT = (2, *ALL, "--dtype", "float64", "--ctx", 400, "--docs")
 
 
 @pytest.mark.parametrize("run, world, flags, off", [
