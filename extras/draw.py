@@ -49,21 +49,13 @@ def save(figure, path):
 # docs/stages.png
 
 
-def held(H, K, C, U):
-    """For each stage, what each rank works on: [(its kv heads, its query heads), ...]."""
-    return [[([r * K // C + j for j in range(kv.start, kv.stop)],
-              [r * H // C + i for i in range(stage.start, stage.stop)]) for r in range(C)]
-            for kv, queries in upipe.stages(H, K, C, U) for stage in queries]
-
-
 def cells(axes, x, y, width, labels, *colors):
     """Draw a column of cells from y upwards. Each is of all colors, side by side; one of them may
     be a list, with a color for each cell. Returns the y of its end."""
     bottoms, part = [y + i for i in range(len(labels))], width / len(colors)
     for i, color in enumerate(colors):
-        axes.bar(x + part * i, [1] * len(labels), part, bottoms, align="edge", color=color)
-    edges = axes.bar(x, [1] * len(labels), width, bottoms, align="edge", color="none",
-                     edgecolor="black")
+        axes.bar(x + part * i, 1, part, bottoms, align="edge", color=color)
+    edges = axes.bar(x, 1, width, bottoms, align="edge", color="none", edgecolor="black")
     axes.bar_label(edges, labels, label_type="center", size=18)
     return y + len(labels)
 
@@ -75,21 +67,21 @@ def draw_stages(path, H=8, K=2, C=2):
     rows, height = H // C, 1.9 * H  # of one rank
     for U, name, left in (H, "Ulysses", 0), (C, "UPipe: head by head", 1.4):
         axes.text(left, C * height + 1, name, size=28, weight="bold")
-        done = set()
-        for stage, ranks in enumerate(held(H, K, C, U)):
-            x = left + 1.16 * stage
-            axes.text(x + 0.5, C * height, f"stage {stage}" if U < H else "one stage", **INK)
-            done.update(head for _, queries in ranks for head in queries)
-            for r, (kv, queries) in enumerate(ranks):
+        stages = [(kv, stage) for kv, queries in upipe.stages(H, K, C, U) for stage in queries]
+        for i, (kv, queries) in enumerate(stages):
+            x = left + 1.16 * i
+            axes.text(x + 0.5, C * height, f"stage {i}" if U < H else "one stage", **INK)
+            for r in range(C):
                 y = (C - 1 - r) * height
-                for c in range(C):
+                for c in range(C):  # own tokens, heads of rank c: filled up to this stage's last
                     heads = range((c + 1) * rows - 1, c * rows - 1, -1)
-                    colors = [TOKENS[r] if head in done else "white" for head in heads]
+                    colors = [TOKENS[r] if h % rows < queries.stop else "white" for h in heads]
                     cells(axes, x + c / C, y, 1 / C, heads, colors)
-                labels = [f"{role} {head}" for role, heads in (
-                    ("k", kv), ("v", kv), ("q", queries), ("out", queries)) for head in heads]
+                labels = [f"{role} {r * n // C + head}" for role, n, part in (
+                    ("k", K, kv), ("v", K, kv), ("q", H, queries), ("out", H, queries))
+                    for head in range(part.start, part.stop)]
                 top = cells(axes, x, y + rows + 0.3, 1, labels, *TOKENS)
-                if stage:
+                if i:
                     axes.annotate("", (x + 0.4, top), (x - 0.56, top), arrowprops=dict(
                         arrowstyle="-|>", connectionstyle="arc3,rad=-0.5", linewidth=3, color=RED,
                         mutation_scale=25))
