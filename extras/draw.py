@@ -114,7 +114,7 @@ class Watch(memory.Meter):
         if names & {"lean_forward", "backward"}:
             self.phase = max(self.phase, *(i * (name in names) for i, name in enumerate(PHASES)))
             width = 20 if names & {"flash_forward", "flash_backward"} else 1
-            self.timeline.append((self.phase, width, dict(self.kinds)))
+            self.timeline.append((self.phase, width, self.kinds.copy()))
 
     def gone(self, key):
         super().gone(key)
@@ -150,7 +150,7 @@ def curves(timeline, unit):
     for i, (_, begin, end, _) in enumerate(PHASES.values()):
         widths = [0, *(width for phase, width, _ in timeline if phase == i)]
         times += [begin + (end - begin) * at / sum(widths) for at in accumulate(widths[:-1])]
-    return times, [[sum(kinds.get(kind, 0) for kind in of) / unit for *_, kinds in timeline]
+    return times, [[sum(kinds[kind] for kind in of) / unit for *_, kinds in timeline]
                    for of in LAYERS.values()]
 
 

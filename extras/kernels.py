@@ -6,32 +6,33 @@ and what is installed, and a wrong one trains on in silence. So candidates are t
 input, against the formula in float64."""
 import math
 import time
+from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.attention as attention
 import torch.nn.functional as F
 
 import upipe
 from extras import installed
-from upipe import BadInput, Kernel, aten, aten_kernel
+from upipe import Kernel, aten, aten_kernel, refuse
 
 PACKAGES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface", "flash-attn": "flash_attn"}
 
 
+def selected(impl, function, *args):
+    """torch's own flash kernel (None), or FlashAttention 3 or 4 ("FA3", "FA4"), which torch lets
+    take its place behind the same two operators."""
+    active = attention.current_flash_attention_impl()
+    if impl and active != impl:
+        attention.activate_flash_attention_impl(impl)
+    elif active and not impl:
+        attention.restore_flash_attention_impl()
+    return function(*args)
+
+
 def torch_kernel(impl):
-    """torch's own flash kernel, or FlashAttention 3 or 4 ("FA3", "FA4"), which torch lets take its
-    place behind the same two operators."""
-    def selecting(function):
-        def call(*args):
-            active = attention.current_flash_attention_impl()
-            if impl and active != impl:
-                attention.activate_flash_attention_impl(impl)
-            elif active and not impl:
-                attention.restore_flash_attention_impl()
-            return function(*args)
-        return call
-    return Kernel(selecting(upipe.torch_forward), selecting(upipe.torch_backward))
+    return Kernel(partial(selected, impl, upipe.torch_forward),
+                  partial(selected, impl, upipe.torch_backward))
 
 
 def flash_attn(way, q, k, mask, *tensors, **more):
@@ -141,24 +142,19 @@ def choose_kernel(settings, job):
                                 recipe.stage_heads(config, P))[0][::-1]
     sizes = (queries[0].stop, kvs.stop, config.head_dim, getattr(torch, settings.dtype),
              job.device)
-
     forms = ["causal"] + ["documents"] * (settings.docs is not None) + ["ring"] * (job.ring > 1)
 
     def choose():
         right = []
         for name in names:
-            errors = [kernel_error(name, *sizes, form) for form in forms]
-            error = next(filter(None, errors), None)
+            error = next(filter(None, (kernel_error(name, *sizes, form) for form in forms)), None)
             if not error:
                 right.append(name)
             elif name in PACKAGES and len(names) > 1:
                 job.say(f"notice    kernel {name} is not used: {error}")
-        if not right:
-            raise BadInput(f"kernel {names[-1]} cannot be used here: {error}")
+        refuse(not right, f"kernel {names[-1]} cannot be used here: {error}")
         return min(right, key=lambda name: kernel_seconds(name, *sizes)) if right[1:] else right[0]
-    best = [job.on_rank_0(choose)]
-    dist.broadcast_object_list(best, src=0)
-    return best[0]
+    return job.gather(job.on_rank_0(choose))[0]
 
 
 def kernel_seconds(name, u, n, d, dtype, device, S=8192):
