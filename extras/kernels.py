@@ -92,8 +92,8 @@ upipe.KERNELS.update({"torch": torch_kernel(None),  # it puts itself back in pla
                       "efficient": aten_kernel(efficient_forward, efficient_backward)})
 
 
-def kernel_error(name, u, n, d, dtype, device, form="causal", S=200):
-    """Why kernel `name` cannot be used for stages of u query and n kv heads, or None.
+def kernel_errors(name, u, n, d, dtype, device, form="causal", S=200):
+    """Relative errors of what kernel `name` makes of u query and n kv heads, by name.
 
     form: "causal"; "documents", of which there are two; "ring": every query sees half of the keys.
     """
@@ -103,11 +103,8 @@ def kernel_error(name, u, n, d, dtype, device, form="causal", S=200):
                    for length, heads in ((S, u), (keys, n), (keys, n), (S, u)))
     edges = torch.tensor([0, S // 3, S], dtype=torch.int32, device=device)
     mask = upipe.Mask(edges if form == "documents" else None, form != "ring")
-    try:
-        o, lse = upipe.flash_forward(q, k, v, name, mask)
-        grads = upipe.flash_backward(do, q, k, v, o, lse, name, mask)
-    except Exception as error:  # whatever a kernel throws at what it cannot do
-        return str(error).split("\n")[0]
+    o, lse = upipe.flash_forward(q, k, v, name, mask)
+    grads = upipe.flash_backward(do, q, k, v, o, lse, name, mask)
     seen = torch.ones(S, keys, dtype=torch.bool).tril(0 if mask.causal else S)
     if form == "documents":
         seen[S // 3:, :S // 3] = False
@@ -116,11 +113,20 @@ def kernel_error(name, u, n, d, dtype, device, form="causal", S=200):
         right = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in inputs),
                                                attn_mask=seen, enable_gqa=True).transpose(0, 1)
     rights = right, *torch.autograd.grad(right, inputs, do.double().cpu())
+    return {what: ((x.double().cpu() - y).norm() / y.norm()).item()
+            for what, x, y in zip(("output", "dq", "dk", "dv"), (o, *grads), rights)}
+
+
+def kernel_error(name, u, n, d, dtype, *where):
+    """Why a kernel cannot be used, or None; of the same arguments."""
+    try:
+        errors = kernel_errors(name, u, n, d, dtype, *where)
+    except Exception as error:  # whatever a kernel throws at what it cannot do
+        return str(error).split("\n")[0]
     # Rounding of inputs and outputs, and of products within the kernel: bfloat16's in bfloat16, and
     # on tensor cores float32's in three of 11 bits.
     limit = (64 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps
-    for what, x, y in zip(("output", "dq", "dk", "dv"), (o, *grads), rights):
-        error = ((x.double().cpu() - y).norm() / y.norm()).item()
+    for what, error in errors.items():
         if not error <= limit:
             return f"its {what} is wrong by {error:.1e}, allowed is {limit:.1e}"
 
