@@ -185,7 +185,7 @@ def test_memory_and_cores_are_those_of_the_container(case, tmp_path, monkeypatch
         monkeypatch.setattr(torch, "get_num_threads", lambda: int(asked))
         assert machine.threads_here(2, tmp_path) == threads
     monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.delattr(os, "sysconf_names", raising=False)
+    monkeypatch.delattr(os, "sysconf", raising=False)
     unknown = 2**63 - 4096 if case == "no limit" else math.inf
     assert machine.memory_here(tmp_path) == (memory_limit or unknown)
     assert machine.cores_here(none) == os.cpu_count()

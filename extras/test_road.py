@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from extras import road
+from extras import draw, road
 from test_upipe import execute, main, program, records, short, watched
 
 
@@ -17,6 +17,14 @@ def test_one_rank_of_many_needs_what_the_dry_run_says(tmp_path):
     figures = json.loads(seen.read_text())
     assert figures["device_bytes"] == pytest.approx(figures["simulated_device_bytes"], rel=0.02)
     assert figures["host_bytes"] == figures["simulated_host_bytes"]
+
+
+@pytest.mark.parametrize("name", ["stages", "block"])
+def test_pictures_come_from_the_code_and_stay_small(name, tmp_path):
+    """The lesson's are drawn again, each of at most 150 kB."""
+    pytest.importorskip("matplotlib")
+    getattr(draw, f"draw_{name}")(tmp_path / "p.png")
+    assert 5_000 < (tmp_path / "p.png").stat().st_size <= 150_000
 
 
 def test_a_trace_names_what_happens_and_a_picture_shows_the_position(texts, tmp_path):
