@@ -194,8 +194,7 @@ def plot_road(path, rows, settings):
     left.barh(names[:1], 0, color="tab:orange", label="too much for the host or a kernel call")
     left.axvline(most, color="black", linestyle="--", label=f"{most:.0f} GiB usable on a card")
     labels = [f"{size:,.{max(0, 2 - math.floor(math.log10(size)))}f}" for size in sizes]
-    for text in left.bar_label(bars, labels, padding=5):
-        text.set_backgroundcolor("white")  # it may lie on the line
+    left.bar_label(bars, labels, padding=5, backgroundcolor="white")  # one may lie on the line
     left.set(xlabel="GiB per GPU at the peak", xlim=(min(sizes) / 8, max(sizes) * 10),
              title=f"{settings.model}, {settings.length} tokens, {settings.world} ranks")
     left.invert_yaxis()
