@@ -18,12 +18,9 @@ from extras import need, read_json
 from upipe import BadInput, shard
 
 PIECE = 2**16  # characters: a tokenizer takes 40 to 100 bytes of memory for each
-CUTS = [re.compile(text) for text in (
-    # No token goes on here. Byte-level tokenizers give a space to the word that follows it, and
-    # some give a newline to the punctuation in front of it.
-    r"(?<=\S)(?= )|(?<=[^\W_])(?=\s)|(?<=\S\n)(?=\S)",
-    # Without white space: a word ends where punctuation begins, but for an apostrophe.
-    r"(?<=[^\W_])(?=[!-&(-/:-@[-`{-~])")]
+# No token goes on here. Byte-level tokenizers give a space to the word that follows it, and some
+# give a newline to the punctuation in front of it.
+CUT = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=\s)|(?<=\S\n)(?=\S)")
 
 
 class Bytes:
@@ -119,8 +116,8 @@ def pieces(path):
         while more := file.read(2 * PIECE - len(text)):
             text += more
             if len(text) > PIECE:
-                found = filter(None, (cut.search(text, PIECE) for cut in CUTS))
-                at = next((match.start() for match in found), PIECE)
+                found = CUT.search(text, PIECE)
+                at = found.start() if found else PIECE
                 yield text[:at], first, False
                 text, first = text[at:], False
     yield text, first, True
