@@ -120,24 +120,18 @@ def read_header(path):
 
 
 def find_tensors(folder):
-    """{tensor: (file, shape, dtype)}, of the files that the index names. Others may lie there, of
-    an older or another model. Without an index all files count, and no tensor may be in two."""
-    index, found = folder / "model.safetensors.index.json", {}
-    listed = read_json(index).get("weight_map", {} if not index.exists() else None)
+    """{tensor: (file, shape, dtype)}, where the index says it is, or of model.safetensors. Other
+    files may lie there, of an older or another model."""
+    index, alone = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        refuse(not alone.exists(), f"--init {folder} has no {alone.name} and no {index.name}: no "
+               "other form is read; save_pretrained of transformers writes this one")
+        return read_header(alone)
+    listed = read_json(index).get("weight_map")
     refuse(not isinstance(listed, dict) or not all(isinstance(x, str) for x in listed.values()),
            f"{index}: weight_map must name the file of each tensor")
-    files = {*listed.values()} or {path.name for path in folder.glob("*.safetensors")}
-    others = sorted(path.name for path in folder.glob("*.bin"))[:1]
-    refuse(not files, f"--init {folder} has {', '.join(others) or 'no weights'}: only .safetensors "
-           "are read, which save_pretrained of transformers writes")
-    for file in sorted(files):
-        for name, facts in read_header(folder / file).items():
-            if listed and listed.get(name) != file:
-                continue
-            refuse(name in found, f"--init {folder}: tensor {name} is in {file} and in "
-                   f"{found.get(name, facts)[0].name}, and no index says which one counts")
-            found[name] = facts
-    return found
+    headers = {file: read_header(folder / file) for file in sorted({*listed.values()})}
+    return {name: headers[file][name] for name, file in listed.items() if name in headers[file]}
 
 
 def published_name(name):
@@ -153,7 +147,7 @@ def find_weights(folder, config):
     needless = {name for name in found if name.endswith(rotary)}
     notices = [f"{rotary} is not read: config.json says it all"] if needless else []
     unread = sorted(set(folder.glob("*.safetensors")) - {file for file, *_ in found.values()})
-    notices += [f"{file} is not in the index: not read" for file in unread]
+    notices += [f"{file} is not read: no index names it" for file in unread]
     needless |= {"lm_head.weight"} if config.tie_embeddings else set()  # some have a second copy
     for name in sorted(ours.keys() | found.keys() - needless):
         refuse(name not in found, f"--init {folder}: tensor {name} is missing")

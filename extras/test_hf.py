@@ -216,11 +216,9 @@ MISFITS = [  # what is wrong with a folder: words for config.json, or a function
     (dict(num_hidden_layers=3), "layers.2.input_layernorm.weight", "missing"),
     (dict(num_hidden_layers=1), "layers.1.input_layernorm.weight", "no place"),
     (dict(architectures=["Qwen3ForCausalLM"]), "model.layers.0.self_attn.k_norm.weight"),
-    (lambda path: (path / FILE).rename(path / "a.bin"), "a.bin", ".safetensors"),
+    (lambda path: (path / FILE).rename(path / "a.bin"), FILE, INDEX),
     (holds(""), FILE), (holds("version https://git-lfs.github.com/spec/v1"), FILE, "LFS"),
     (lambda path: os.truncate(path / FILE, 5000), FILE),
-    (lambda path: shutil.copy(path / FILE, path / "old.safetensors"),
-     FILE, "old.safetensors", "lm_head.weight"),
     (holds('{"weight_map": {"a": "b.safetensors"}}', INDEX), "b.safetensors"),
     (holds("{}", INDEX), "weight_map")]
 
