@@ -2,7 +2,7 @@
 import json
 import os
 import shutil
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -50,20 +50,6 @@ def llama(tmp_path_factory):
     return path
 
 
-@contextmanager
-def loaded(path):
-    """train.py's own way to a model: (model, recipe)."""
-    settings = train.make_settings(["--init", str(path), "--ctx", "64", "--tokenizer", "bytes"])
-    train.refuse_early(settings)
-    job = train.join(settings)
-    try:
-        model, optimizer = train.build(settings, job)
-        train.load_state(job, settings, model, optimizer, 0)
-        yield model, settings.recipe
-    finally:
-        dist.destroy_process_group()
-
-
 def config_of(path):
     return json.loads((path / "config.json").read_text())
 
@@ -100,10 +86,14 @@ def test_published_weights_give_what_transformers_gives_and_go_back_as_they_came
     assert config_of(out) == config_of(path) and all((out / file).exists() for file in kept)
     assert not (out / "sharded").exists()
     torch.nn.functional.cross_entropy(expected[:-1], tokens[1:]).backward()
-    with loaded(path) as (model, recipe):
-        logits = model.logits(tokens, recipe).detach()
-        model(tokens, torch.cat((tokens[1:], torch.tensor([IGNORE]))), recipe).backward()
-        grads = {published_name(n): grad for n, grad in gradients(model).items()}
+    settings = train.make_settings(["--init", str(path), "--ctx", "64", "--tokenizer", "bytes"])
+    job = train.join(settings)
+    model, optimizer = train.build(settings, job)
+    train.load_state(job, settings, model, optimizer, 0)
+    logits = model.logits(tokens, settings.recipe).detach()
+    model(tokens, torch.cat((tokens[1:], torch.tensor([IGNORE]))), settings.recipe).backward()
+    grads = {published_name(n): grad for n, grad in gradients(model).items()}
+    dist.destroy_process_group()
     assert expected.std() > 0.5 and (logits - expected).abs().max() < 1e-4
     assert_grads(grads, {n: p.grad for n, p in theirs.named_parameters()}, 1e-4)
 
