@@ -202,10 +202,10 @@ def profiled(job, folder):
 
 
 @torch.no_grad()
-def loss_by_position(job, model, batch, settings, buckets=64):
-    """Mean loss in equal parts of the context, over this rank's windows `batch` and those of all
-    others -> (ends, losses)."""
-    ctx = settings.ctx
+def show_by_position(job, model, batch, settings, buckets=64):
+    """--loss-by-position: the mean loss in equal parts of the context, over this rank's windows
+    `batch` and those of all others, as a picture and a line -> (ends, losses)."""
+    ctx, path = settings.ctx, settings.loss_by_position
     sums = torch.zeros(2, buckets, dtype=torch.float64, device=job.device)
     for inputs, labels, *docs in batch:
         inputs, labels = inputs.to(job.device), labels.to(job.device)
@@ -215,14 +215,9 @@ def loss_by_position(job, model, batch, settings, buckets=64):
         sums[0].index_add_(0, bucket, losses)
         sums[1].index_add_(0, bucket, (labels != IGNORE).double())
     dist.all_reduce(sums)
-    return [ctx * (i + 1) / buckets for i in range(buckets)], (sums[0] / sums[1]).tolist()
-
-
-def show_by_position(job, model, batch, settings):
-    """--loss-by-position: draw it, and say it in a line."""
-    ends, losses = loss_by_position(job, model, batch, settings)
+    ends, losses = [ctx * (i + 1) / buckets for i in range(buckets)], (sums[0] / sums[1]).tolist()
     title = f"{settings.model} on {settings.data or 'the Python standard library'}"
-    path = settings.loss_by_position
     job.on_rank_0(lambda: draw.plot_by_position(path, ends, losses, title))
     job.say(f"position  {path}: loss {losses[0]:.3f} up to token {ends[0]:,.0f}, {losses[-1]:.3f} "
             f"after {ends[-2]:,.0f}")
+    return ends, losses

@@ -43,7 +43,7 @@ def test_a_trace_names_what_happens_and_a_picture_shows_the_position(texts, tmp_
 def test_the_mean_loss_by_position_is_the_validation_loss(texts, tmp_path):
     pytest.importorskip("matplotlib")
     log, seen = tmp_path / "log", []
-    with watched(road, "loss_by_position", lambda found, *_: seen.extend(found)):
+    with watched(road, "show_by_position", lambda found, *_: seen.extend(found)):
         main(1, *short(texts), "--steps", 0, "--loss-by-position", tmp_path / "p.png", "--log", log)
     ends, means = seen
     loss = records(log, "validation_loss")[0]["validation_loss"]

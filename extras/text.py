@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from extras import need, read_json
-from upipe import BadInput, shard
+from upipe import BadInput, refuse, shard
 
 PIECE = 2**16  # characters: a tokenizer takes 40 to 100 bytes of memory for each
 # No token goes on here. Byte-level tokenizers give a space to the word that follows it, and some
@@ -163,10 +163,8 @@ def write_cache(paths, tokenizer, cache, dtype):
 
 
 def refuse_early(settings):
-    try:
-        settings.prompt.encode()
-    except UnicodeError as error:
-        raise BadInput(f"--prompt {settings.prompt!r} is no text: {error}")
+    text = settings.prompt.encode(errors="ignore").decode()
+    refuse(text != settings.prompt, f"--prompt {settings.prompt!r} is no text in UTF-8")
 
 
 @torch.no_grad()
