@@ -7,7 +7,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-from upipe import BadInput
+from upipe import BadInput, refuse
 
 GIB = 2**30
 
@@ -20,8 +20,7 @@ def installed(package):
 
 
 def need(package, flag):
-    if not installed(package):
-        raise BadInput(f"{flag} needs {package}: pip install {package}")
+    refuse(not installed(package), f"{flag} needs {package}: pip install {package}")
 
 
 def read_json(path):

@@ -49,21 +49,13 @@ def save(figure, path):
 # docs/stages.png
 
 
-def held(H, K, C, U):
-    """For each stage, what each rank works on: [(its kv heads, its query heads), ...]."""
-    return [[([r * K // C + j for j in range(kv.start, kv.stop)],
-              [r * H // C + i for i in range(stage.start, stage.stop)]) for r in range(C)]
-            for kv, queries in upipe.stages(H, K, C, U) for stage in queries]
-
-
 def cells(axes, x, y, width, labels, *colors):
     """Draw a column of cells from y upwards. Each is of all colors, side by side; one of them may
     be a list, with a color for each cell. Returns the y of its end."""
     bottoms, part = [y + i for i in range(len(labels))], width / len(colors)
     for i, color in enumerate(colors):
-        axes.bar(x + part * i, [1] * len(labels), part, bottoms, align="edge", color=color)
-    edges = axes.bar(x, [1] * len(labels), width, bottoms, align="edge", color="none",
-                     edgecolor="black")
+        axes.bar(x + part * i, 1, part, bottoms, align="edge", color=color)
+    edges = axes.bar(x, 1, width, bottoms, align="edge", color="none", edgecolor="black")
     axes.bar_label(edges, labels, label_type="center", size=18)
     return y + len(labels)
 
@@ -75,21 +67,21 @@ def draw_stages(path, H=8, K=2, C=2):
     rows, height = H // C, 1.9 * H  # of one rank
     for U, name, left in (H, "Ulysses", 0), (C, "UPipe: head by head", 1.4):
         axes.text(left, C * height + 1, name, size=28, weight="bold")
-        done = set()
-        for stage, ranks in enumerate(held(H, K, C, U)):
-            x = left + 1.16 * stage
-            axes.text(x + 0.5, C * height, f"stage {stage}" if U < H else "one stage", **INK)
-            done.update(head for _, queries in ranks for head in queries)
-            for r, (kv, queries) in enumerate(ranks):
+        stages = [(kv, stage) for kv, queries in upipe.stages(H, K, C, U) for stage in queries]
+        for i, (kv, queries) in enumerate(stages):
+            x = left + 1.16 * i
+            axes.text(x + 0.5, C * height, f"stage {i}" if U < H else "one stage", **INK)
+            for r in range(C):
                 y = (C - 1 - r) * height
-                for c in range(C):
+                for c in range(C):  # own tokens, heads of rank c: filled up to this stage's last
                     heads = range((c + 1) * rows - 1, c * rows - 1, -1)
-                    colors = [TOKENS[r] if head in done else "white" for head in heads]
+                    colors = [TOKENS[r] if h % rows < queries.stop else "white" for h in heads]
                     cells(axes, x + c / C, y, 1 / C, heads, colors)
-                labels = [f"{role} {head}" for role, heads in (
-                    ("k", kv), ("v", kv), ("q", queries), ("out", queries)) for head in heads]
+                labels = [f"{role} {r * n // C + head}" for role, n, part in (
+                    ("k", K, kv), ("v", K, kv), ("q", H, queries), ("out", H, queries))
+                    for head in range(part.start, part.stop)]
                 top = cells(axes, x, y + rows + 0.3, 1, labels, *TOKENS)
-                if stage:
+                if i:
                     axes.annotate("", (x + 0.4, top), (x - 0.56, top), arrowprops=dict(
                         arrowstyle="-|>", connectionstyle="arc3,rad=-0.5", linewidth=3, color=RED,
                         mutation_scale=25))
@@ -122,7 +114,7 @@ class Watch(memory.Meter):
         if names & {"lean_forward", "backward"}:
             self.phase = max(self.phase, *(i * (name in names) for i, name in enumerate(PHASES)))
             width = 20 if names & {"flash_forward", "flash_backward"} else 1
-            self.timeline.append((self.phase, width, dict(self.kinds)))
+            self.timeline.append((self.phase, width, self.kinds.copy()))
 
     def gone(self, key):
         super().gone(key)
@@ -158,7 +150,7 @@ def curves(timeline, unit):
     for i, (_, begin, end, _) in enumerate(PHASES.values()):
         widths = [0, *(width for phase, width, _ in timeline if phase == i)]
         times += [begin + (end - begin) * at / sum(widths) for at in accumulate(widths[:-1])]
-    return times, [[sum(kinds.get(kind, 0) for kind in of) / unit for *_, kinds in timeline]
+    return times, [[sum(kinds[kind] for kind in of) / unit for *_, kinds in timeline]
                    for of in LAYERS.values()]
 
 
@@ -202,8 +194,7 @@ def plot_road(path, rows, settings):
     left.barh(names[:1], 0, color="tab:orange", label="too much for the host or a kernel call")
     left.axvline(most, color="black", linestyle="--", label=f"{most:.0f} GiB usable on a card")
     labels = [f"{size:,.{max(0, 2 - math.floor(math.log10(size)))}f}" for size in sizes]
-    for text in left.bar_label(bars, labels, padding=5):
-        text.set_backgroundcolor("white")  # it may lie on the line
+    left.bar_label(bars, labels, padding=5, backgroundcolor="white")  # one may lie on the line
     left.set(xlabel="GiB per GPU at the peak", xlim=(min(sizes) / 8, max(sizes) * 10),
              title=f"{settings.model}, {settings.length} tokens, {settings.world} ranks")
     left.invert_yaxis()

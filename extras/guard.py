@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from extras.plan import parameters
-from upipe import BadInput
+from upipe import BadInput, refuse
 
 
 def lock(folder):
@@ -29,9 +29,8 @@ def need_space(settings, folder, checkpoints):
     files (a kilobyte per tensor) do not count here."""
     one = 3 * parameters(settings) * max(4, getattr(torch, settings.dtype).itemsize)
     need, free = checkpoints * one, shutil.disk_usage(folder).free
-    if need > free:
-        raise BadInput(f"--save {folder}: {need:,} bytes are needed for --keep {settings.keep} "
-                       f"checkpoints and a new one, {free:,} are free")
+    refuse(need > free, f"--save {folder}: {need:,} bytes are needed for --keep {settings.keep} "
+           f"checkpoints and a new one, {free:,} are free")
 
 
 def checksum(path):
@@ -47,8 +46,8 @@ def checksum(path):
 def verify(job, saved):
     """Compare checksums, each rank's of its share of the files. BadInput for one that differs."""
     for name, (_, crc) in sorted(saved["files"].items())[job.rank::job.world]:
-        if crc is not None and checksum(saved["path"] / name) != crc:
-            raise BadInput(f"{name} is not what was written")
+        refuse(crc is not None and checksum(saved["path"] / name) != crc,
+               f"{name} is not what was written")
 
 
 def fingerprint(tokens):

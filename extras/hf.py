@@ -13,7 +13,7 @@ import torch
 
 from extras import read_json, write_json
 from extras.text import Bytes, Tokenizer
-from upipe import GPT, BadInput, GPTConfig
+from upipe import GPT, BadInput, GPTConfig, refuse
 
 QK_NORM = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}  # the architectures of upipe.GPT
 SIZES = dict(vocab_size="vocab_size", dim="hidden_size", n_layers="num_hidden_layers",
@@ -31,64 +31,60 @@ COPIED = ("generation_config.json", "*token*.json", "tokenizer.model", "*.tiktok
           "merges.txt", "chat_template*", "additional_chat_templates/*.jinja")
 
 
-def check(ok, message):
-    if not ok:
-        raise BadInput(message)
-
-
 def number(path, c, key, default=None, kinds=(int,)):
     value = default if c.get(key) is None else c[key]
-    check(value is not None, f"{path}: {key} is missing")
-    check(type(value) in kinds and 0 < value < math.inf,
-          f"{path}: {key}={value!r} must be a {'' if float in kinds else 'whole '}number above 0")
+    refuse(value is None, f"{path}: {key} is missing")
+    refuse(type(value) not in kinds or not 0 < value < math.inf,
+           f"{path}: {key}={value!r} must be a {'' if float in kinds else 'whole '}number above 0")
     return value
 
 
 def read_rope(path, c):
     """(theta, scaling) as GPTConfig has them. Before transformers 5 they stood in two places."""
     new, old = c.get("rope_parameters", {}), c.get("rope_scaling", {})
-    check(isinstance(new, dict) and isinstance(old, dict),
-          f"{path}: rope_parameters and rope_scaling must be JSON objects")
+    refuse(not isinstance(new, dict) or not isinstance(old, dict),
+           f"{path}: rope_parameters and rope_scaling must be JSON objects")
     rope = {"rope_theta": c.get("rope_theta", None if new else 10_000.0), **new, **old}
     kind = rope.pop("type", "default")
     kind = rope.pop("rope_type", kind)
     known = ("rope_theta", *(LLAMA3 if kind == "llama3" else ()))
     odd = {key: value for key, value in rope.items() if key not in known and value is not None
            and (key, value) != ("partial_rotary_factor", 1)}
-    check(kind in ("default", "llama3") and not odd,
-          f"{path}: a rotary embedding of type {kind!r} with {odd} is not supported: only one for "
-          "all layers, of type 'default' or 'llama3'")
+    refuse(kind not in ("default", "llama3") or odd,
+           f"{path}: a rotary embedding of type {kind!r} with {odd} is not supported: only one for "
+           "all layers, of type 'default' or 'llama3'")
     theta, *four = [number(path, rope, key, kinds=(int, float)) for key in known]
-    check(not four or four[1] < four[2], f"{path}: low_freq_factor must be below high_freq_factor")
+    refuse(four and four[1] >= four[2], f"{path}: low_freq_factor must be below high_freq_factor")
     return theta, dict(zip(LLAMA3, four), rope_type=kind) if four else None
 
 
 def read_config(folder):
     """config.json -> GPTConfig. BadInput, by name, for what upipe.GPT does not compute."""
     path = Path(folder) / "config.json"
-    check(path.exists(), f"{path} is missing")
+    refuse(not path.exists(), f"{path} is missing")
     c = {key: value for key, value in read_json(path).items() if value is not None}
     names, kind = c.get("architectures"), c.get("model_type")
     name = next((name for name in QK_NORM if names == [name]), None)
-    check(name and kind in (None, "llama", "qwen3"),  # tensors tell if it is the other of the two
-          f"{path}: architectures={names} of model_type {kind} is not supported: one of "
-          f"{', '.join(QK_NORM)} is")
+    refuse(not name or kind not in (None, "llama", "qwen3"),  # tensors tell which of the two
+           f"{path}: architectures={names} of model_type {kind} is not supported: one of "
+           f"{', '.join(QK_NORM)} is")
     if c.get("use_sliding_window") is False:
         c.pop("sliding_window", None)  # what it would be
     for key, value in PLAIN.items():
-        check(c.get(key, value) == value,
-              f"{path}: {key}={c.get(key)!r:.80} is not supported: only {value!r}")
+        refuse(c.get(key, value) != value,
+               f"{path}: {key}={c.get(key)!r:.80} is not supported: only {value!r}")
     for key in sorted(c.keys() - PLAIN.keys()):
-        check(not FOREIGN.search(key) or str(c[key]) in ("False", "0", "0.0", "1", "1.0"),
-              f"{path}: {key}={c[key]!r:.80} is not supported: if it changes nothing, take it out")
+        refuse(FOREIGN.search(key) and str(c[key]) not in ("False", "0", "0.0", "1", "1.0"),
+               f"{path}: {key}={c[key]!r:.80} is not supported: if it changes nothing, take it out")
     heads, width = (number(path, c, key) for key in ("num_attention_heads", "hidden_size"))
     absent = dict(num_key_value_heads=heads, head_dim=128 if QK_NORM[name] else width // heads)
     sizes = {field: number(path, c, key, absent.get(key)) for field, key in SIZES.items()}
     number(path, c, "max_position_embeddings", 1)  # --export compares it
-    check(c.get("layer_types") in (None, ["full_attention"] * sizes["n_layers"]),
-          f"{path}: layer_types must be full_attention in all layers")
+    refuse(c.get("layer_types") not in (None, ["full_attention"] * sizes["n_layers"]),
+           f"{path}: layer_types must be full_attention in all layers")
     tied = c.get("tie_word_embeddings", False)
-    check(isinstance(tied, bool), f"{path}: tie_word_embeddings={tied!r} must be true or false")
+    refuse(not isinstance(tied, bool),
+           f"{path}: tie_word_embeddings={tied!r} must be true or false")
     (theta, scaling), eps = read_rope(path, c), number(path, c, "rms_norm_eps", kinds=(int, float))
     try:
         return GPTConfig(**sizes, rope_theta=theta, rope_scaling=scaling, norm_eps=eps,
@@ -118,30 +114,24 @@ def read_header(path):
             return {name: (path, x.get_shape(), x.get_dtype()) for name, x in found.items()}
     except (OSError, SafetensorError) as error:
         small = path.is_file() and path.stat().st_size < 1024
-        check(not small or b"git-lfs" not in path.read_bytes(),
-              f"{path} is a Git LFS pointer: `git lfs pull` brings the file itself")
+        refuse(small and b"git-lfs" in path.read_bytes(),
+               f"{path} is a Git LFS pointer: `git lfs pull` brings the file itself")
         raise BadInput(f"{path} is no whole safetensors file: {error}")
 
 
 def find_tensors(folder):
-    """{tensor: (file, shape, dtype)}, of the files that the index names. Others may lie there, of
-    an older or another model. Without an index all files count, and no tensor may be in two."""
-    index, found = folder / "model.safetensors.index.json", {}
-    listed = read_json(index).get("weight_map", {} if not index.exists() else None)
-    check(isinstance(listed, dict) and all(isinstance(file, str) for file in listed.values()),
-          f"{index}: weight_map must name the file of each tensor")
-    files = {*listed.values()} or {path.name for path in folder.glob("*.safetensors")}
-    others = sorted(path.name for path in folder.glob("*.bin"))[:1]
-    check(files, f"--init {folder} has {', '.join(others) or 'no weights'}: only .safetensors are "
-          "read, which save_pretrained of transformers writes")
-    for file in sorted(files):
-        for name, facts in read_header(folder / file).items():
-            if listed and listed.get(name) != file:
-                continue
-            check(name not in found, f"--init {folder}: tensor {name} is in {file} and in "
-                  f"{found.get(name, facts)[0].name}, and no index says which one counts")
-            found[name] = facts
-    return found
+    """{tensor: (file, shape, dtype)}, where the index says it is, or of model.safetensors. Other
+    files may lie there, of an older or another model."""
+    index, alone = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        refuse(not alone.exists(), f"--init {folder} has no {alone.name} and no {index.name}: no "
+               "other form is read; save_pretrained of transformers writes this one")
+        return read_header(alone)
+    listed = read_json(index).get("weight_map")
+    refuse(not isinstance(listed, dict) or not all(isinstance(x, str) for x in listed.values()),
+           f"{index}: weight_map must name the file of each tensor")
+    headers = {file: read_header(folder / file) for file in sorted({*listed.values()})}
+    return {name: headers[file][name] for name, file in listed.items() if name in headers[file]}
 
 
 def published_name(name):
@@ -157,15 +147,16 @@ def find_weights(folder, config):
     needless = {name for name in found if name.endswith(rotary)}
     notices = [f"{rotary} is not read: config.json says it all"] if needless else []
     unread = sorted(set(folder.glob("*.safetensors")) - {file for file, *_ in found.values()})
-    notices += [f"{file} is not in the index: not read" for file in unread]
+    notices += [f"{file} is not read: no index names it" for file in unread]
     needless |= {"lm_head.weight"} if config.tie_embeddings else set()  # some have a second copy
     for name in sorted(ours.keys() | found.keys() - needless):
-        check(name in found, f"--init {folder}: tensor {name} is missing")
-        check(name in ours, f"--init {folder}: tensor {name} has no place in this model")
+        refuse(name not in found, f"--init {folder}: tensor {name} is missing")
+        refuse(name not in ours, f"--init {folder}: tensor {name} has no place in this model")
         file, shape, dtype = found[name]
-        check(shape == ours[name], f"{file}: tensor {name} is {shape}, and config.json says "
-              f"{ours[name]}")
-        check(dtype in ("BF16", "F16", "F32", "F64"), f"{file}: tensor {name} is {dtype}, no float")
+        refuse(shape != ours[name],
+               f"{file}: tensor {name} is {shape}, and config.json says {ours[name]}")
+        refuse(dtype not in ("BF16", "F16", "F32", "F64"),
+               f"{file}: tensor {name} is {dtype}, no float")
     return {name: found[name][0] for name in ours}, notices
 
 
@@ -176,9 +167,9 @@ def refuse_early(settings, paths):
     if not settings.saved:
         find_weights(settings.init, settings.config)
     text = settings.sample or any(path.suffix not in (".bin", ".npy") for path in paths)
-    check(not text or settings.tokenizer or (Path(settings.init) / "tokenizer.json").exists(),
-          f"--init {settings.init} has no tokenizer.json: say --tokenizer FILE (or bytes, if it "
-          "was trained on those), or give --data as token ids (.bin, .npy)")
+    refuse(text and not settings.tokenizer,  # that of --init, if it has one
+           f"--init {settings.init} has no tokenizer.json: say --tokenizer FILE (or bytes, if it "
+           "was trained on those), or give --data as token ids (.bin, .npy)")
 
 
 def load_weights(job, config, model, folder):

@@ -6,32 +6,33 @@ and what is installed, and a wrong one trains on in silence. So candidates are t
 input, against the formula in float64."""
 import math
 import time
+from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.attention as attention
 import torch.nn.functional as F
 
 import upipe
 from extras import installed
-from upipe import BadInput, Kernel, aten, aten_kernel
+from upipe import Kernel, aten, aten_kernel, refuse
 
 PACKAGES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface", "flash-attn": "flash_attn"}
 
 
+def selected(impl, function, *args):
+    """torch's own flash kernel (None), or FlashAttention 3 or 4 ("FA3", "FA4"), which torch lets
+    take its place behind the same two operators."""
+    active = attention.current_flash_attention_impl()
+    if impl and active != impl:
+        attention.activate_flash_attention_impl(impl)
+    elif active and not impl:
+        attention.restore_flash_attention_impl()
+    return function(*args)
+
+
 def torch_kernel(impl):
-    """torch's own flash kernel, or FlashAttention 3 or 4 ("FA3", "FA4"), which torch lets take its
-    place behind the same two operators."""
-    def selecting(function):
-        def call(*args):
-            active = attention.current_flash_attention_impl()
-            if impl and active != impl:
-                attention.activate_flash_attention_impl(impl)
-            elif active and not impl:
-                attention.restore_flash_attention_impl()
-            return function(*args)
-        return call
-    return Kernel(selecting(upipe.torch_forward), selecting(upipe.torch_backward))
+    return Kernel(partial(selected, impl, upipe.torch_forward),
+                  partial(selected, impl, upipe.torch_backward))
 
 
 def flash_attn(way, q, k, mask, *tensors, **more):
@@ -91,8 +92,8 @@ upipe.KERNELS.update({"torch": torch_kernel(None),  # it puts itself back in pla
                       "efficient": aten_kernel(efficient_forward, efficient_backward)})
 
 
-def kernel_error(name, u, n, d, dtype, device, form="causal", S=200):
-    """Why kernel `name` cannot be used for stages of u query and n kv heads, or None.
+def kernel_errors(name, u, n, d, dtype, device, form="causal", S=200):
+    """Relative errors of what kernel `name` makes of u query and n kv heads, by name.
 
     form: "causal"; "documents", of which there are two; "ring": every query sees half of the keys.
     """
@@ -102,11 +103,8 @@ def kernel_error(name, u, n, d, dtype, device, form="causal", S=200):
                    for length, heads in ((S, u), (keys, n), (keys, n), (S, u)))
     edges = torch.tensor([0, S // 3, S], dtype=torch.int32, device=device)
     mask = upipe.Mask(edges if form == "documents" else None, form != "ring")
-    try:
-        o, lse = upipe.flash_forward(q, k, v, name, mask)
-        grads = upipe.flash_backward(do, q, k, v, o, lse, name, mask)
-    except Exception as error:  # whatever a kernel throws at what it cannot do
-        return str(error).split("\n")[0]
+    o, lse = upipe.flash_forward(q, k, v, name, mask)
+    grads = upipe.flash_backward(do, q, k, v, o, lse, name, mask)
     seen = torch.ones(S, keys, dtype=torch.bool).tril(0 if mask.causal else S)
     if form == "documents":
         seen[S // 3:, :S // 3] = False
@@ -115,11 +113,20 @@ def kernel_error(name, u, n, d, dtype, device, form="causal", S=200):
         right = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in inputs),
                                                attn_mask=seen, enable_gqa=True).transpose(0, 1)
     rights = right, *torch.autograd.grad(right, inputs, do.double().cpu())
+    return {what: ((x.double().cpu() - y).norm() / y.norm()).item()
+            for what, x, y in zip(("output", "dq", "dk", "dv"), (o, *grads), rights)}
+
+
+def kernel_error(name, u, n, d, dtype, *where):
+    """Why a kernel cannot be used, or None; of the same arguments."""
+    try:
+        errors = kernel_errors(name, u, n, d, dtype, *where)
+    except Exception as error:  # whatever a kernel throws at what it cannot do
+        return str(error).split("\n")[0]
     # Rounding of inputs and outputs, and of products within the kernel: bfloat16's in bfloat16, and
     # on tensor cores float32's in three of 11 bits.
     limit = (64 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps
-    for what, x, y in zip(("output", "dq", "dk", "dv"), (o, *grads), rights):
-        error = ((x.double().cpu() - y).norm() / y.norm()).item()
+    for what, error in errors.items():
         if not error <= limit:
             return f"its {what} is wrong by {error:.1e}, allowed is {limit:.1e}"
 
@@ -141,24 +148,19 @@ def choose_kernel(settings, job):
                                 recipe.stage_heads(config, P))[0][::-1]
     sizes = (queries[0].stop, kvs.stop, config.head_dim, getattr(torch, settings.dtype),
              job.device)
-
     forms = ["causal"] + ["documents"] * (settings.docs is not None) + ["ring"] * (job.ring > 1)
 
     def choose():
         right = []
         for name in names:
-            errors = [kernel_error(name, *sizes, form) for form in forms]
-            error = next(filter(None, errors), None)
+            error = next(filter(None, (kernel_error(name, *sizes, form) for form in forms)), None)
             if not error:
                 right.append(name)
             elif name in PACKAGES and len(names) > 1:
                 job.say(f"notice    kernel {name} is not used: {error}")
-        if not right:
-            raise BadInput(f"kernel {names[-1]} cannot be used here: {error}")
+        refuse(not right, f"kernel {names[-1]} cannot be used here: {error}")
         return min(right, key=lambda name: kernel_seconds(name, *sizes)) if right[1:] else right[0]
-    best = [job.on_rank_0(choose)]
-    dist.broadcast_object_list(best, src=0)
-    return best[0]
+    return job.gather(job.on_rank_0(choose))[0]
 
 
 def kernel_seconds(name, u, n, d, dtype, device, S=8192):

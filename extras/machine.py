@@ -1,6 +1,7 @@
 """What this process may use of the machine: the job's share of memory and cores, not the host's."""
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,8 +43,7 @@ def cgroup_files(kind, name, root="/"):
 def memory_here(root="/"):
     """Bytes that this machine has, or fewer, if a container may use fewer; inf if unknown."""
     limits = [math.inf]
-    known = getattr(os, "sysconf_names", ()) if hasattr(os, "sysconf") else ()  # Windows: neither
-    if "SC_PHYS_PAGES" in known:
+    with suppress(AttributeError, ValueError):  # Windows has no sysconf, others not this name
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for name in ("memory.max", "memory.limit_in_bytes"):
         limits += [int(size) for size, in cgroup_files("memory", name, root) if size != "max"]

@@ -10,8 +10,7 @@ import time
 import timeit
 import traceback
 import weakref
-from collections import defaultdict
-from contextlib import ExitStack
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
@@ -36,7 +35,7 @@ UTILISATION = 0.5   # of the peak FLOP/s, for the estimated time
 BETWEEN_STEPS = ("parameters", "gradients", "optimizer")  # kinds that stay from step to step
 
 # What a tensor is, by the innermost of these functions of upipe.py that was at work. A test fails
-# when upipe.py has no function of such a name, and when a step makes a tensor of unknown kind.
+# when a step makes a tensor of unknown kind.
 KINDS = dict(
     stage_buffer="stage buffers", attention_forward="attention output",
     attention_backward="dk and dv",
@@ -59,10 +58,10 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, model, offload_params=False):
         super().__init__()
-        self.model = model
+        self.model, model.progress = model, self.progress
         self.on_host = {"parked", *(BETWEEN_STEPS if offload_params else ())}
         self.live = {}                 # storage -> (bytes, kind)
-        self.kinds = defaultdict(int)  # kind -> bytes
+        self.kinds = Counter()         # kind -> bytes
         self.peaks = {}                # part of the step -> (device bytes, kinds, where exactly)
         self.timeline = []             # (device bytes, kinds), from time to time
         self.host, self.part, self.last = 0, "forward", len(model.layers) - 1
@@ -74,13 +73,12 @@ class Meter(TorchDispatchMode):
             resize(storage, size)
             self.count(storage)
             return storage
-        self.patches = ExitStack()
-        self.patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
-        self.patches.enter_context(patch.object(self.model, "progress", self.progress))
+        self.resizing = patch.object(torch.UntypedStorage, "resize_", resize_)
+        self.resizing.start()
         return super().__enter__()
 
     def __exit__(self, *error):
-        self.patches.close()
+        self.resizing.stop()
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -116,27 +114,25 @@ class Meter(TorchDispatchMode):
         for x in tensors:
             self.count((x.to_local() if isinstance(x, DTensor) else x).untyped_storage(), kind)
 
-    def progress(self, layer, way):
-        """The model's hook: which part of the step comes next."""
+    def progress(self, layer, way):  # the model's hook
         if way == "backward":
             self.name((p.grad for p in self.model.parameters() if p.grad is not None), "gradients")
             self.part = {0: "the end", 1: "the first block"}.get(layer, "a block in between")
         elif way == "forward" and layer == self.last:
             self.part = "head and last block"
 
-    def device_bytes(self, kinds=None):
-        kinds = self.kinds if kinds is None else kinds
-        return sum(kinds.values()) - sum(kinds.get(kind, 0) for kind in self.on_host)
+    def device_bytes(self, kinds):
+        return sum(size for kind, size in kinds.items() if kind not in self.on_host)
 
     def note(self):
         """Keep what there is now, if it is a peak or differs from what was kept last."""
-        now = self.device_bytes()
+        now = self.device_bytes(self.kinds)
         self.host = max(self.host, self.kinds["parked"])
         if now > self.peaks.get(self.part, (0,))[0]:
-            self.peaks[self.part] = now, dict(self.kinds), (
-                f"{self.part}: {', '.join(at_work()) or 'in autograd'}")
+            where = f"{self.part}: {', '.join(at_work()) or 'in autograd'}"
+            self.peaks[self.part] = now, self.kinds.copy(), where
         if not self.timeline or abs(now - self.timeline[-1][0]) > now / 50:
-            self.timeline.append((now, dict(self.kinds)))
+            self.timeline.append((now, self.kinds.copy()))
 
 
 def waited(collective, *args):
@@ -292,10 +288,8 @@ def plan_memory(settings, full=False):
         """Bytes by kind of all L layers. In the shorter model, no block may be in between; one
         grows as the first does."""
         grows = "the first block" if part == "a block in between" else part
-        kinds, a, b = (meter.peaks[name][1] for meter, name in (
-            (longer, part), (short, grows), (longer, grows)))
-        return {kind: kinds.get(kind, 0) + more * (b.get(kind, 0) - a.get(kind, 0))
-                for kind in {**kinds, **a, **b}}
+        kinds, a, b = longer.peaks[part][1], short.peaks[grows][1], longer.peaks[grows][1]
+        return {kind: kinds[kind] + more * (b[kind] - a[kind]) for kind in {**kinds, **a, **b}}
     plans = {part: extend(part) for part in longer.peaks}
     part = max(plans, key=lambda part: longer.device_bytes(plans[part]))
     kinds = plans[part]

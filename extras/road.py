@@ -1,7 +1,7 @@
 """Measured and drawn: the road from plain to UPipe, one rank of many, traces, loss by position."""
 import gc
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -57,8 +57,8 @@ def rows_of_road(settings):
 def measure(settings, job):
     """A step for real: (Report, times); (None, None) if the GPU is too small for it.
 
-    On a CPU the peak is the meter's, on CUDA the allocator's. times: "seconds" of the step, those
-    in each of PARTS and, on CUDA, "reserved_bytes", what the allocator held for that peak."""
+    On a CPU the peak is the meter's, on CUDA the allocator's. times: the stopwatch's and, on CUDA,
+    "reserved_bytes", what the allocator held for that peak."""
     cuda = job.device.type == "cuda"
     # One step to warm up, one that counts. A long one warms up with its attention inside documents:
     # all that is slow in a first step is in it, but not the minutes.
@@ -87,28 +87,26 @@ def measure(settings, job):
         return None, None
 
 
-PARTS = (("attention_seconds", upipe, "flash_forward"),
-         ("attention_seconds", upipe, "flash_backward"), ("waiting_seconds", upipe, "arrived"),
-         ("waiting_seconds", upipe.HostStore, "wait_for_copies"))
-
-
 @contextmanager
 def stopwatch(device):
     """Yields a dict that in the end has the "seconds" that it took, and those that the device spent
-    in each of PARTS."""
-    times, spans, begin = dict.fromkeys((part for part, *_ in PARTS), 0), [], time.perf_counter()
-    with ExitStack() as stack:
-        for part, owner, name in PARTS:
-            timing = timed(getattr(owner, name), part, spans, device)
-            stack.enter_context(patch.object(owner, name, timing))
+    in attention and waiting for copies."""
+    times, attention, waiting, begin = {}, [], [], time.perf_counter()
+    with (timed(upipe, "flash_forward", attention, device),
+          timed(upipe, "flash_backward", attention, device),
+          timed(upipe, "arrived", waiting, device),
+          timed(upipe.HostStore, "wait_for_copies", waiting, device)):
         yield times
         times["seconds"] = time.perf_counter() - begin
-    for part, a, b in spans:
-        times[part] += a.elapsed_time(b) / 1000 if device.type == "cuda" else b - a
+    for name, spans in ("attention_seconds", attention), ("waiting_seconds", waiting):
+        times[name] = sum(a.elapsed_time(b) / 1000 if device.type == "cuda" else b - a
+                          for a, b in spans)
 
 
-def timed(function, part, spans, device):
-    """The function, such that each call adds (part, begin, end) to spans."""
+def timed(owner, name, spans, device):
+    """Let each call of owner.name add its (begin, end) to spans."""
+    function = getattr(owner, name)
+
     def mark():
         if device.type != "cuda":
             return time.perf_counter()
@@ -117,16 +115,15 @@ def timed(function, part, spans, device):
     def timing(*args, **kwargs):
         begin = mark()
         out = function(*args, **kwargs)
-        spans.append((part, begin, mark()))
+        spans.append((begin, mark()))
         return out
-    return timing
+    return patch.object(owner, name, timing)
 
 
 def travel(rows, settings):
     """Show the road: as a table, and as --json and --plot say."""
-    print(f"{'':18}{'GiB a GPU':>12}{'GiB of host':>13}    ", end="")
     first = next((speed for *_, speed in rows if speed), None)
-    print("speed" if first else "fits")
+    print(f"{'':18}{'GiB a GPU':>12}{'GiB of host':>13}    {'speed' if first else 'fits'}")
     for name, report, fits, speed in rows:
         if report is None:
             print(f"{name:18}{'out of memory':>25}")
@@ -205,10 +202,10 @@ def profiled(job, folder):
 
 
 @torch.no_grad()
-def loss_by_position(job, model, batch, settings, buckets=64):
-    """Mean loss in equal parts of the context, over this rank's windows `batch` and those of all
-    others -> (ends, losses)."""
-    ctx = settings.ctx
+def show_by_position(job, model, batch, settings, buckets=64):
+    """--loss-by-position: the mean loss in equal parts of the context, over this rank's windows
+    `batch` and those of all others, as a picture and a line -> (ends, losses)."""
+    ctx, path = settings.ctx, settings.loss_by_position
     sums = torch.zeros(2, buckets, dtype=torch.float64, device=job.device)
     for inputs, labels, *docs in batch:
         inputs, labels = inputs.to(job.device), labels.to(job.device)
@@ -218,14 +215,9 @@ def loss_by_position(job, model, batch, settings, buckets=64):
         sums[0].index_add_(0, bucket, losses)
         sums[1].index_add_(0, bucket, (labels != IGNORE).double())
     dist.all_reduce(sums)
-    return [ctx * (i + 1) / buckets for i in range(buckets)], (sums[0] / sums[1]).tolist()
-
-
-def show_by_position(job, model, batch, settings):
-    """--loss-by-position: draw it, and say it in a line."""
-    ends, losses = loss_by_position(job, model, batch, settings)
+    ends, losses = [ctx * (i + 1) / buckets for i in range(buckets)], (sums[0] / sums[1]).tolist()
     title = f"{settings.model} on {settings.data or 'the Python standard library'}"
-    path = settings.loss_by_position
     job.on_rank_0(lambda: draw.plot_by_position(path, ends, losses, title))
     job.say(f"position  {path}: loss {losses[0]:.3f} up to token {ends[0]:,.0f}, {losses[-1]:.3f} "
             f"after {ends[-2]:,.0f}")
+    return ends, losses

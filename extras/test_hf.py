@@ -2,7 +2,7 @@
 import json
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from extras.hf import make_config, published_name, read_config
+from extras.hf import find_weights, make_config, published_name, read_config
 from test_upipe import assert_grads, gradients, main
 from upipe import IGNORE, PRESETS
 
@@ -50,20 +50,6 @@ def llama(tmp_path_factory):
     return path
 
 
-@contextmanager
-def loaded(path):
-    """train.py's own way to a model: (model, recipe)."""
-    settings = train.make_settings(["--init", str(path), "--ctx", "64", "--tokenizer", "bytes"])
-    train.refuse_early(settings)
-    job = train.join(settings)
-    try:
-        model, optimizer = train.build(settings, job)
-        train.load_state(job, settings, model, optimizer, 0)
-        yield model, settings.recipe
-    finally:
-        dist.destroy_process_group()
-
-
 def config_of(path):
     return json.loads((path / "config.json").read_text())
 
@@ -100,10 +86,14 @@ def test_published_weights_give_what_transformers_gives_and_go_back_as_they_came
     assert config_of(out) == config_of(path) and all((out / file).exists() for file in kept)
     assert not (out / "sharded").exists()
     torch.nn.functional.cross_entropy(expected[:-1], tokens[1:]).backward()
-    with loaded(path) as (model, recipe):
-        logits = model.logits(tokens, recipe).detach()
-        model(tokens, torch.cat((tokens[1:], torch.tensor([IGNORE]))), recipe).backward()
-        grads = {published_name(n): grad for n, grad in gradients(model).items()}
+    settings = train.make_settings(["--init", str(path), "--ctx", "64", "--tokenizer", "bytes"])
+    job = train.join(settings)
+    model, optimizer = train.build(settings, job)
+    train.load_state(job, settings, model, optimizer, 0)
+    logits = model.logits(tokens, settings.recipe).detach()
+    model(tokens, torch.cat((tokens[1:], torch.tensor([IGNORE]))), settings.recipe).backward()
+    grads = {published_name(n): grad for n, grad in gradients(model).items()}
+    dist.destroy_process_group()
     assert expected.std() > 0.5 and (logits - expected).abs().max() < 1e-4
     assert_grads(grads, {n: p.grad for n, p in theirs.named_parameters()}, 1e-4)
 
@@ -161,28 +151,25 @@ def test_released_configs_are_the_models_that_go_by_their_names(name, tmp_path):
     assert read_config(tmp_path) == PRESETS[name]
 
 
-def test_the_index_decides_which_tensors_are_read(tmp_path, capsys):
+def test_the_index_decides_which_tensors_are_read(tmp_path):
     """Not others of the same name, in a file that it lists or in one that it does not, which may
-    be damaged; nor are rotary tables. What is left out is said."""
+    be damaged; nor are rotary tables. What is left out is told."""
     from safetensors.torch import load_file, save_file
-    path = tmp_path / "llama"
-    theirs = published("llama", path, max_shard_size="20KB")
-    index = path / INDEX
-    first, second, *_ = sorted(path.glob("*.safetensors"))
-    tensors, listed = load_file(first), json.loads(index.read_text())
-    stale = {name: x + 1 for name, x in tensors.items()}
-    save_file(stale, path / FILE)
-    (path / "zz.safetensors").write_text("")
+    published("llama", tmp_path, max_shard_size="20KB")
+    listed = json.loads((tmp_path / INDEX).read_text())
+    first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
+    stale = load_file(first)
+    save_file(stale, tmp_path / FILE)
+    (tmp_path / "zz.safetensors").write_text("")
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
     save_file(load_file(second) | stale | table, second)
-    listed["weight_map"] |= {name: second.name for name in table}
-    index.write_text(json.dumps(listed))
-    tokens = torch.arange(60)[None]
-    with loaded(path) as (model, recipe):
-        assert (model.logits(tokens[0], recipe) - theirs(tokens).logits[0]).abs().max() < 1e-4
-    out = capsys.readouterr().out
-    assert all(f"{word} is not" in out for word in ("/model.safetensors", "zz.safetensors",
-                                                    "rotary_emb.inv_freq"))
+    listed["weight_map"] |= dict.fromkeys(table, second.name)
+    (tmp_path / INDEX).write_text(json.dumps(listed))
+    files, notices = find_weights(tmp_path, read_config(tmp_path))
+    assert {name: file.name for name, file in files.items()} | dict.fromkeys(
+        table, second.name) == listed["weight_map"]
+    assert [notice.split(" is not")[0].split("/")[-1] for notice in notices] == [
+        "rotary_emb.inv_freq", FILE, "zz.safetensors"]
 
 
 def holds(text, file=FILE):
@@ -197,56 +184,40 @@ NOT_COMPUTED = (
     "attention_bias mlp_bias attention_dropout hidden_act use_sliding_window sliding_window "
     "is_causal per_layer_config partial_rotary_factor quantization_config auto_map logits_scaling "
     "use_qk_norm").split()  # the last two: of relatives
-MISFITS = {  # what is wrong with a folder: words for config.json, or a function; what is said
-    **{key: ({key: 0.5}, f"{key}=0.5") for key in NOT_COMPUTED},
-    "architecture": (dict(architectures=["GPT2LMHeadModel"]),
-                     "GPT2LMHeadModel", "LlamaForCausalLM"),
-    "no architecture": (dict(architectures=...), "LlamaForCausalLM"),
-    "another class": (dict(model_type="mistral"), "mistral"),
-    "window in a layer": (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
-    "half the rotary dims": (rope(partial_rotary_factor=0.5), "partial_rotary_factor"),
-    "rotary scaling": (rope(rope_type="yarn"), "yarn"),
-    "rotary base per layer": (dict(rope_parameters=dict(full_attention=SCALING)), "full_attention"),
-    "rotary base as text": (rope(rope_theta="500"), "rope_theta", "'500'"),
-    "rotary list": (dict(rope_scaling=[8.0]), "rope_scaling"),
-    **{f"no {key}": (rope(**{key: None}), key, "missing")
-       for key in ("rope_theta", *SCALING) if key != "rope_type"},
-    "scaling upside down": (rope(low_freq_factor=4.0), "low_freq_factor"),
-    "missing number": (dict(intermediate_size=...), "intermediate_size", "missing"),
-    "number as text": (dict(vocab_size="300"), "vocab_size='300'"),
-    "no number": (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan"),
-    "positions as text": (dict(max_position_embeddings="8k"), "max_position_embeddings='8k'"),
-    "tie as text": (dict(tie_word_embeddings="no"), "tie_word_embeddings='no'"),
-    "no config": (lambda path: (path / "config.json").unlink(), "config.json"),
-    "a list": (holds("[]", "config.json"), "config.json", "list"),
-    "cut config": (holds("{", "config.json"), "config.json"),
-    "wrong shape": (dict(intermediate_size=60),
-                    "model.layers.0.mlp.down_proj.weight", "[48, 56]", "[48, 60]"),
-    "missing tensor": (dict(num_hidden_layers=3), "layers.2.input_layernorm.weight", "missing"),
-    "extra tensor": (dict(num_hidden_layers=1), "layers.1.input_layernorm.weight", "no place"),
-    "heads of another model": (dict(architectures=["Qwen3ForCausalLM"]),
-                               "model.layers.0.self_attn.k_norm.weight"),
-    "only .bin": (lambda path: (path / FILE).rename(path / "a.bin"), "a.bin", ".safetensors"),
-    "empty file": (holds(""), FILE),
-    "pointer": (holds("version https://git-lfs.github.com/spec/v1"), FILE, "LFS"),
-    "cut file": (lambda path: os.truncate(path / FILE, 5000), FILE),
-    "twice, no index": (lambda path: shutil.copy(path / FILE, path / "old.safetensors"),
-                        FILE, "old.safetensors", "lm_head.weight"),
-    "index of a missing file": (holds('{"weight_map": {"a": "b.safetensors"}}', INDEX),
-                                "b.safetensors"),
-    "index without a map": (holds("{}", INDEX), "weight_map"),
-}
+MISFITS = [  # what is wrong with a folder: words for config.json, or a function; what is said
+    *(({key: 0.5}, f"{key}=0.5") for key in NOT_COMPUTED),
+    (dict(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel", "LlamaForCausalLM"),
+    (dict(architectures=...), "LlamaForCausalLM"), (dict(model_type="mistral"), "mistral"),
+    (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+    (rope(partial_rotary_factor=0.5), "partial_rotary_factor"), (rope(rope_type="yarn"), "yarn"),
+    (dict(rope_parameters=dict(full_attention=SCALING)), "full_attention"),  # others elsewhere
+    (rope(rope_theta="500"), "rope_theta", "'500'"), (dict(rope_scaling=[8.0]), "rope_scaling"),
+    *((rope(**{key: None}), key, "missing")
+      for key in ("rope_theta", *SCALING) if key != "rope_type"),
+    (rope(low_freq_factor=4.0), "low_freq_factor"),
+    (dict(intermediate_size=...), "intermediate_size", "missing"),
+    (dict(vocab_size="300"), "vocab_size='300'"),
+    (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan"),
+    (dict(max_position_embeddings="8k"), "max_position_embeddings='8k'"),
+    (dict(tie_word_embeddings="no"), "tie_word_embeddings='no'"),
+    (lambda path: (path / "config.json").unlink(), "config.json"),
+    (holds("[]", "config.json"), "config.json", "list"), (holds("{", "config.json"), "config.json"),
+    (dict(intermediate_size=60), "model.layers.0.mlp.down_proj.weight", "[48, 56]", "[48, 60]"),
+    (dict(num_hidden_layers=3), "layers.2.input_layernorm.weight", "missing"),
+    (dict(num_hidden_layers=1), "layers.1.input_layernorm.weight", "no place"),
+    (dict(architectures=["Qwen3ForCausalLM"]), "model.layers.0.self_attn.k_norm.weight"),
+    (lambda path: (path / FILE).rename(path / "a.bin"), FILE, INDEX),
+    (holds(""), FILE), (holds("version https://git-lfs.github.com/spec/v1"), FILE, "LFS"),
+    (lambda path: os.truncate(path / FILE, 5000), FILE),
+    (holds('{"weight_map": {"a": "b.safetensors"}}', INDEX), "b.safetensors"),
+    (holds("{}", INDEX), "weight_map")]
 
 
-@pytest.mark.parametrize("name", MISFITS)
-def test_a_folder_that_does_not_fit_is_refused_by_name(name, llama, tmp_path):
+@pytest.mark.parametrize("change, said", [(change, said) for change, *said in MISFITS])
+def test_a_folder_that_does_not_fit_is_refused_by_name(change, said, llama, tmp_path):
     """In one line, before the ranks meet."""
-    change, *said = MISFITS[name]
     path = shutil.copytree(llama, tmp_path / "llama")
-    if callable(change):
-        change(path)
-    else:
-        write(path, **change)
+    change(path) if callable(change) else write(path, **change)
     with pytest.raises(train.BadInput) as refusal:
         train.refuse_early(train.make_settings(["--init", str(path), "--tokenizer", "bytes"]))
     assert all(word in str(refusal.value) for word in said), refusal.value
@@ -255,19 +226,15 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(name, llama, tmp_path):
 
 def test_released_weights_are_not_trained_on_bytes_unless_asked_to(llama, tmp_path):
     """Token ids need no tokenizer."""
-    path = shutil.copytree(llama, tmp_path / "llama")
-    (path / "tokenizer.model").write_text("")
-    (tmp_path / "text.txt").write_text("text")
-    np.save(tmp_path / "ids.npy", np.arange(600) % 97)
-
-    def start(*flags):
-        train.refuse_early(train.make_settings(["--init", str(path), *map(str, flags)]))
-    for flags in ([], ["--data", tmp_path / "text.txt"],
-                  ["--data", tmp_path / "ids.npy", "--sample", 1]):
-        with pytest.raises(train.BadInput, match="--tokenizer|its tokenizer 256"):
-            start(*flags)
-    start("--data", tmp_path / "ids.npy")
-    start("--tokenizer", "bytes")
+    text, ids = tmp_path / "text.txt", tmp_path / "ids.npy"
+    text.write_text("text")
+    np.save(ids, np.arange(600) % 97)
+    refused = pytest.raises(train.BadInput, match="--tokenizer|its tokenizer 256")
+    for flags, expected in (
+            ("", refused), (f"--data {text}", refused), (f"--data {ids} --sample 1", refused),
+            (f"--data {ids}", nullcontext()), ("--tokenizer bytes", nullcontext())):
+        with expected:
+            train.refuse_early(train.make_settings(f"--init {llama} {flags}".split()))
 
 
 def test_a_context_beyond_the_trained_positions_is_noticed_and_rope_theta_answers(llama, tmp_path):

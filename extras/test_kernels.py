@@ -4,8 +4,8 @@ import torch
 
 import upipe
 from extras import installed
-from extras.kernels import PACKAGES
-from test_upipe import BF16, F32, assert_close, cuda, main, ref_attention
+from extras.kernels import PACKAGES, kernel_errors
+from test_upipe import BF16, F32, cuda, main
 
 
 @pytest.mark.parametrize("what", ["output", "dq", "dk", "dv"])
@@ -33,15 +33,6 @@ def test_cuda_kernels_are_naive_attention_and_its_gradient(name):
         pytest.skip(f"{name} is not installed")
     dtype, tolerance = (F32, 1e-3) if name == "efficient" else (BF16, 0.02)
     for S, u, n, d in ((300, 4, 2, 64), (1000, 1, 1, 128), (257, 6, 1, 128)):
-        for ends in ([0, S], [0, S // 3, S]):
-            edges = None if len(ends) == 2 else torch.tensor(ends, dtype=torch.int32, device="cuda")
-            q, k, v, do = (torch.randn(S, h, d, device="cuda", dtype=dtype) for h in (u, n, n, u))
-            o, lse = upipe.flash_forward(q, k, v, name, upipe.Mask(edges))
-            grads = upipe.flash_backward(do, q, k, v, o, lse, name, upipe.Mask(edges))
-            q, k, v = (x.cpu().double().requires_grad_() for x in (q, k, v))
-            expected = torch.cat([ref_attention(q[a:b], k[a:b], v[a:b])[0]
-                                  for a, b in zip(ends, ends[1:])])
-            expected.backward(do.cpu().double())
-            expected = expected.detach(), q.grad, k.grad, v.grad
-            for what, ours, ref in zip(("o", "dq", "dk", "dv"), (o, *grads), expected):
-                assert_close(what, ours.cpu(), ref, tolerance)
+        for form in ("causal", "documents"):
+            errors = kernel_errors(name, u, n, d, dtype, torch.device("cuda"), form, S)
+            assert all(error <= tolerance for error in errors.values()), (S, form, errors)

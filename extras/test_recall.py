@@ -1,4 +1,6 @@
 """Recall is learned by attention across the ranks alone."""
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -33,12 +35,10 @@ def rank_recall(flags, cut):
     """--task recall with four keys of four values; `cut`: as two documents, so that no attention
     crosses the ranks."""
     window = Recall.window
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recall, "KEYS", 4)
-        patch.setattr(Recall, "VALUES", 4)
-        if cut:
-            patch.setattr(Recall, "window", lambda task, *where: (
-                *window(task, *where), torch.tensor([0, task.ctx // 2])))
+
+    def in_two(task, *where):
+        return *window(task, *where), torch.tensor([0, task.ctx // 2])
+    with patch.multiple(Recall, KEYS=4, VALUES=4, window=in_two if cut else window):
         return rank_main(flags)
 
 

@@ -15,15 +15,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from extras import need, read_json
-from upipe import BadInput, shard
+from upipe import BadInput, refuse, shard
 
 PIECE = 2**16  # characters: a tokenizer takes 40 to 100 bytes of memory for each
-CUTS = [re.compile(text) for text in (
-    # No token goes on here. Byte-level tokenizers give a space to the word that follows it, and
-    # some give a newline to the punctuation in front of it.
-    r"(?<=\S)(?= )|(?<=[^\W_])(?=\s)|(?<=\S\n)(?=\S)",
-    # Without white space: a word ends where punctuation begins, but for an apostrophe.
-    r"(?<=[^\W_])(?=[!-&(-/:-@[-`{-~])")]
+# No token goes on here. Byte-level tokenizers give a space to the word that follows it, and some
+# give a newline to the punctuation in front of it.
+CUT = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=\s)|(?<=\S\n)(?=\S)")
 
 
 class Bytes:
@@ -85,23 +82,19 @@ class Tokenizer:
         return self.inner.decode(ids, skip_special_tokens=False)
 
 
-def bigram_loss(train, valid, starts, ctx):
-    """What counting pairs of bytes reaches on the windows the model is evaluated on, in nats."""
-    ids = train.read(0, min(len(train), 2**26))
-    pairs = np.bincount(ids[:-1] * 256 + ids[1:], minlength=2**16).reshape(256, 256)
-    nats = -np.log((pairs + 1) / (pairs + 1).sum(1, keepdims=True))  # + 1: no pair is impossible
-    windows = [valid.read(start, min(start + ctx + 1, len(valid))) for start in starts]
-    return float(np.concatenate([nats[ids[:-1], ids[1:]] for ids in windows]).mean())
-
-
 def compare(job, settings, train, valid, starts):
-    """What a simple method reaches on the windows at `starts`, for people; "" for other ranks."""
+    """What counting pairs of bytes reaches on the windows at `starts`: a text on rank 0, or ""."""
     codec = settings.codec
     if codec and not codec.before and not codec.after:
         job.say("notice    no file says which token ends a text: texts follow without one between")
     if job.rank or settings.config.vocab_size < 256 or train.parts[0].dtype != np.uint8:
         return ""
-    return f" (bigrams: {bigram_loss(train, valid, starts, settings.ctx):.3f})"
+    ids = train.read(0, min(len(train), 2**26))
+    pairs = np.bincount(ids[:-1] * 256 + ids[1:], minlength=2**16).reshape(256, 256)
+    nats = -np.log((pairs + 1) / (pairs + 1).sum(1, keepdims=True))  # + 1: no pair is impossible
+    windows = [valid.read(start, min(start + settings.ctx + 1, len(valid))) for start in starts]
+    loss = np.concatenate([nats[ids[:-1], ids[1:]] for ids in windows]).mean()
+    return f" (bigrams: {loss:.3f})"
 
 
 def load(spec):
@@ -123,8 +116,8 @@ def pieces(path):
         while more := file.read(2 * PIECE - len(text)):
             text += more
             if len(text) > PIECE:
-                found = filter(None, (cut.search(text, PIECE) for cut in CUTS))
-                at = next((match.start() for match in found), PIECE)
+                found = CUT.search(text, PIECE)
+                at = found.start() if found else PIECE
                 yield text[:at], first, False
                 text, first = text[at:], False
     yield text, first, True
@@ -139,9 +132,8 @@ def tokenize(paths, tokenizer):
         digest.update(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "upipe"
     cache = home / f"{digest.hexdigest()[:32]}.bin"
-    if read_ends(cache, len(paths), dtype) is None:
-        write_cache(paths, tokenizer, cache, dtype)
-    return cache, dtype, read_ends(cache, len(paths), dtype)
+    ends = read_ends(cache, len(paths), dtype) or write_cache(paths, tokenizer, cache, dtype)
+    return cache, dtype, ends
 
 
 def read_ends(cache, n, dtype):
@@ -152,7 +144,7 @@ def read_ends(cache, n, dtype):
 
 
 def write_cache(paths, tokenizer, cache, dtype):
-    """Under a name of this process's own, which goes if it fails: others may write the same."""
+    """Write it under a name of this process's own, since others may write the same -> the ends."""
     cache.parent.mkdir(parents=True, exist_ok=True)
     todo = ((i, piece) for i, path in enumerate(paths) for piece in pieces(path))
     size, counts = sum(path.stat().st_size for path in paths), np.zeros(len(paths), "<i8")
@@ -167,13 +159,12 @@ def write_cache(paths, tokenizer, cache, dtype):
                     bar.update(len(piece[0].encode()))
             file.write(counts.cumsum().tobytes())
         os.replace(file.name, cache)
+    return counts.cumsum().tolist()
 
 
 def refuse_early(settings):
-    try:
-        settings.prompt.encode()
-    except UnicodeError as error:
-        raise BadInput(f"--prompt {settings.prompt!r} is no text: {error}")
+    text = settings.prompt.encode(errors="ignore").decode()
+    refuse(text != settings.prompt, f"--prompt {settings.prompt!r} is no text in UTF-8")
 
 
 @torch.no_grad()
