@@ -241,7 +241,8 @@ def simulate(settings, pages=abridged):
     """metered_step of one rank of settings.world, without memory and without the others."""
     kernel = upipe.KERNELS["cpu"] if settings.device == "cpu" else simulated_kernel()
     kernel = kernel._replace(limit=math.inf)  # the verdict names it
-    pretend(settings.world, settings.cp, settings.ring)
+    ring = 1 if settings.one_rank_of else settings.ring  # --one-rank-of measures rank 0
+    pretend(settings.world, settings.cp, ring)
     try:
         job = settings.meet(torch.device("cpu"))
         settings = replace(settings, recipe=replace(settings.recipe, kernel="simulated"))

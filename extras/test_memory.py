@@ -91,7 +91,7 @@ def test_skipping_the_tiles_between_changes_no_figure():
 
 
 @pytest.mark.parametrize("flags, device, host", [  # GiB at most
-    ("--ctx 5m --keep-attention", 44, math.inf), ("--ctx 5m --checkpoint 4", 44, 84),
+    ("--ctx 5m --keep-attention", 44, 323), ("--ctx 5m --checkpoint 4", 44, 84),
     ("--ctx 8m --checkpoint 1", 60, math.inf),
     ("--ctx 12m --checkpoint 4 --offload-params", 77, 2000 / 8),
     ("--ctx 2m --checkpoint 4 --offload-params --world 1 --heads-per-stage 4", 77, 1000),
