@@ -217,7 +217,7 @@ def plot_step(axes, history):
         history = history[:50] + gap + history[head - 30:head + 70] + gap + history[-80:]
         head = 84
     most = {kind: max(kinds.get(kind, 0) for kinds in history) for kind in set().union(*history)}
-    order = sorted(most, key=lambda kind: (kind not in memory.BETWEEN_STEPS, -most[kind]))
+    order = sorted(most, key=lambda kind: (kind not in memory.BETWEEN_STEPS, -most[kind], kind))
     layers = {kind: [kinds.get(kind, 0) for kinds in history] for kind in order[:13]}
     layers["other"] = [sum(kinds.get(kind, 0) for kind in order[13:]) for kinds in history]
     named = dict.fromkeys((*memory.BETWEEN_STEPS, *memory.KINDS.values(), *sorted(most)))
